@@ -53,7 +53,7 @@ def warned(monkeypatch):
 @pytest.fixture(autouse=True)
 def untold():
     """What the log heard of threads in other tests is no reason to leave something out in this one."""
-    threads._told.clear()
+    threads._log_entries.clear()
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,10 @@
 """The backends: what each can do, whether it is installed, and how to load it.
 
-A backend is a factory (`CommunicatorFactory`) and a line of the capability table; names are case-insensitive. Lines
-come with this package, and by `register`. `torch:<name>` is any backend of `torch.distributed`. Importing this package
-loads none of them.
+A backend is a factory (`CommunicatorFactory`) and an entry of the capability table; names are case-insensitive. The
+package has built-in entries, and `register` adds others. `torch:<name>` is any backend of `torch.distributed`.
+Importing this package loads none of them.
 
-Who writes a backend finds here, too, what it has to look like (`core.protocols`), and the values that it gets
-(`core.model`).
+Authors of backends import the interfaces (`core.protocols`) and their values (`core.model`) from here, too.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from raycollect.errors.text import shown
 
 __all__ = [
     "BACKENDS",
+    "BackendChoice",
     "Capabilities",
-    "Choice",
     "Communicator",
     "CommunicatorFactory",
     "Exchange",
@@ -61,60 +60,60 @@ __all__ = [
 ]
 
 BACKENDS: dict[str, Capabilities] = dict(BUILT_IN)
-"""Name -> line: those of the package, and those that `register` has added in this process."""
+"""Name -> entry: the built-in ones, and those that `register` has added in this process."""
 
 _ALIASES = {"torch_gloo": "torch:gloo"}
 """Other names that Ray knows, in lower case."""
 
 
 def canonical(name: str) -> str:
-    """Gives the one spelling of a backend's name; Ray writes ``"GLOO"``. What is no text is the name of none."""
+    """Normalizes a backend's name: Ray writes ``"GLOO"``. A non-string becomes a name without a backend."""
     lower = name.lower() if isinstance(name, str) else shown(name)
     return _ALIASES.get(lower, lower)
 
 
 def get(name: str, group_name: str = "default") -> Capabilities:
-    """Looks a backend up.
+    """Looks up a backend.
 
     Raises:
-        UnknownBackendError: There is none of that name; the message lists those that exist.
+        UnknownBackendError: No backend has that name; the message lists the existing ones.
     """
     key = canonical(name)
     line = BACKENDS.get(key) or _torch_line(key)
     if line is None:
         detail = (
             f"no backend {shown(name)}; there are {', '.join(names())}, {TORCH_PREFIX}<any of torch.distributed>, "
-            "and 'auto'. Others come by register_collective_backend in each process"
+            "and 'auto'. register_collective_backend adds others, in each process"
         )
         raise UnknownBackendError(group_name=group_name, detail=detail)
     return line
 
 
 def names() -> tuple[str, ...]:
-    """Names the backends that there are, installed or not; loads nothing. torch may have others."""
+    """Lists the backends of the table, installed or not; loads nothing. torch may have others."""
     return tuple(BACKENDS)
 
 
 def is_known(name: str) -> bool:
-    """Tells whether there is a backend of that name, installed or not; loads nothing."""
+    """Tells whether a backend of that name exists, installed or not; loads nothing."""
     key = canonical(name)
     return key in BACKENDS or _torch_line(key) is not None
 
 
 def is_available(name: str) -> bool:
-    """Tells whether a backend's library can be imported here (it is, by that).
+    """Tells whether a backend's library can be imported here, by importing it.
 
     Raises:
-        UnknownBackendError: There is no such backend.
+        UnknownBackendError: No backend has that name.
     """
     return not lacks(name)
 
 
 def lacks(name: str) -> str:
-    """Says what a backend needs that can't be imported here, or ``""``.
+    """Names the requirement of a backend that can't be imported here, or ``""``.
 
     Raises:
-        UnknownBackendError: There is no such backend.
+        UnknownBackendError: No backend has that name.
     """
     return _missing(get(name))
 
@@ -123,13 +122,13 @@ def load(name: str, group_name: str = "default") -> CommunicatorFactory:
     """Imports a backend and gives its factory.
 
     Raises:
-        UnknownBackendError: There is no such backend.
-        BackendNotInstalledError: Its library is missing, with the command that installs it.
+        UnknownBackendError: No backend has that name.
+        BackendNotInstalledError: Its library is missing; the message has the command that installs it.
     """
     backend = get(name, group_name)
     if missing := _missing(backend):
         cure = f". Install it: {backend.install}" if backend.install else ""
-        why = f"it needs what is not there ({missing}){cure}; or use backend='auto', which picks from what is there"
+        why = f"a requirement is missing ({missing}){cure}; or use backend='auto', which picks an installed backend"
         raise BackendNotInstalledError(group_name=group_name, detail=f"backend {backend.name!r}: {why}")
     if BUILT_IN.get(backend.name) is backend and backend.is_experimental:
         warn_once(f"backend {backend.name!r}")
@@ -138,7 +137,7 @@ def load(name: str, group_name: str = "default") -> CommunicatorFactory:
     try:
         return cast("CommunicatorFactory", import_module(backend.module).create)
     except (ImportError, AttributeError) as exc:
-        detail = f"backend {backend.name!r}: its module {backend.module} has no factory that works: {exc}"
+        detail = f"backend {backend.name!r}: its module {backend.module} has no working factory: {exc}"
         raise BackendNotInstalledError(group_name=group_name, detail=detail) from exc
 
 
@@ -146,53 +145,55 @@ def ops_of(name: str) -> tuple[str, ...]:
     """Gives the values of the operations that a backend runs itself, as in `GroupSpec.ops`.
 
     Raises:
-        UnknownBackendError: There is no such backend.
+        UnknownBackendError: No backend has that name.
     """
     ops = get(name).ops
     return tuple(kind.value for kind in OpKind if kind in ops)
 
 
-class Choice(NamedTuple):
-    """What ``"auto"`` picks.
+class BackendChoice(NamedTuple):
+    """The backend that ``"auto"`` picks.
 
     Attributes:
         backend: The backend's name.
-        why: What decided it: "2 ranks are on one machine".
+        why: The reason: "2 ranks are on one machine".
     """
 
     backend: str
     why: str
 
 
-def choose(machines: Sequence[str], gpus: Sequence[Gpu | None] = (), options: Collection[str] = ()) -> Choice:
+def choose(machines: Sequence[str], gpus: Sequence[Gpu | None] = (), options: Collection[str] = ()) -> BackendChoice:
     """Picks the backend for ``"auto"``: ``"nccl"`` where all of several members have a GPU and can meet there.
 
     Args:
         machines: One machine id per member, as in `Member.machine`.
-        gpus: What each member has, as `gpus.here` says; empty where nobody was asked.
-        options: The names of the options that the backend is given.
+        gpus: The GPU of each member, as `gpus.here` returns it; empty if unknown.
+        options: The names of the backend's options.
     """
     count, places = len(machines), len(set(machines))
     if count == 1:
-        return Choice("local", "1 rank is alone")
+        return BackendChoice("local", "1 rank is alone")
     where = f"{count} ranks are on {'one machine' if places == 1 else f'{places} machines'}"
     chosen = "shm" if places == 1 else "tcp"
     if not gpus or None in gpus:
-        return Choice(chosen, where)
+        return BackendChoice(chosen, where)
     strange = sorted(set(options) - {*OF_NCCL})
     why_not = f"nccl has no option {strange[0]!r}" if strange else gpus_meet(machines, gpus)
     if why_not:
-        return Choice(chosen, f"{where}; each has a GPU, but {why_not}")
+        return BackendChoice(chosen, f"{where}; each has a GPU, but {why_not}")
     shared = sharing(machines, gpus)
-    return Choice("nccl", f"{count} ranks share a GPU, {shared}" if shared else f"each of {count} ranks has a GPU")
+    return BackendChoice(
+        "nccl", f"{count} ranks share a GPU, {shared}" if shared else f"each of {count} ranks has a GPU"
+    )
 
 
 def check_placement(name: str, machines: Sequence[str], group_name: str = "default") -> None:
-    """Refuses members, on these machines as in `Member.machine`, that a backend can't bring together.
+    """Refuses members on machines (see `Member.machine`) that a backend can't connect.
 
     Raises:
-        UnknownBackendError: There is no such backend.
-        BackendUnavailableError: The members are too far apart for it.
+        UnknownBackendError: No backend has that name.
+        BackendUnavailableError: The backend can't connect these members.
     """
     backend = get(name, group_name)
     if backend.one_process and len(machines) > 1:
@@ -208,13 +209,13 @@ def register(capabilities: Capabilities) -> None:
     """Adds a backend to this process's table. Every process of a group needs it.
 
     Raises:
-        ValueError: Another backend of that name is there, or the name is one of torch's.
+        ValueError: Another backend has that name, or the name is one of torch's.
     """
     name = capabilities.name
     if name.startswith(TORCH_PREFIX) or canonical(name) != name:
         raise ValueError(f"the name {name!r} is taken: it means {canonical(name)!r} or a backend of torch.distributed")
     if BACKENDS.setdefault(name, capabilities) != capabilities:
-        raise ValueError(f"backend {name!r} is registered already, and is another one")
+        raise ValueError(f"another backend {name!r} is already registered")
 
 
 def _torch_line(name: str) -> Capabilities | None:
@@ -229,7 +230,7 @@ def _missing(backend: Capabilities) -> str:
     for library in backend.libraries:
         try:
             import_module(library)
-        except (ImportError, OSError) as exc:  # OSError: a shared object under it is not there
+        except (ImportError, OSError) as exc:  # OSError: one of its shared objects is missing
             said.append(f"{library}: {exc}")
         else:
             said.clear()

@@ -1,7 +1,7 @@
 """Tensors on several devices of one process: copied to one device, folded there, and copied back.
 
-All work is enqueued on cupy's current streams of the calling thread, on each device after the caller's earlier work
-there (`streams.follow`). Copies go directly between devices with peer access; else the driver stages them in host
+All work is enqueued on cupy's current streams of the calling thread, after the caller's earlier work on each device
+(`streams.follow`). Copies go directly between devices with peer access; else the driver stages them in host
 memory.
 """
 
@@ -20,7 +20,7 @@ from raycollect.backends.folds import FOLDS, is_widened, refusal_reason
 from raycollect.backends.streams import follow, on_device
 from raycollect.core.model import ReduceOp
 
-# NCCL, which reduces next, drops a NaN in favor of a number, and so must this
+# NCCL reduces next, and drops a NaN in favor of a number, so this fold must, too
 _NCCLS = {ReduceOp.MIN: "fmin", ReduceOp.MAX: "fmax"}
 
 
@@ -28,40 +28,40 @@ def objection(op: ReduceOp, dtype: np.dtype[Any], count: int) -> str | None:
     """Says why the tensors of `count` devices can't be folded, or None if they can."""
     reason = refusal_reason(op, dtype.name)
     if reason is None and count > 1 and dtype in arrays.NARROW:
-        reason = f"{op.name} of {dtype.name}: cupy has no such type, and so can't fold the tensors of several GPUs"
+        reason = f"{op.name} of {dtype.name}: cupy lacks this type, and can't fold the tensors of several GPUs"
     return reason
 
 
 def room(like: DeviceArray, home: int, count: int) -> tuple[DeviceArray, ...]:
     """Allocates `count` consecutive tensors like `like` on device `home`; may raise MemoryError."""
     info = replace(arrays.info(like, like.library), shape=(count, *like.shape), device=f"cuda:{home}")
-    made = arrays.empty(info)
-    return tuple(cast("DeviceArray", arrays.memory(made[at])) for at in range(count))
+    tensors = arrays.empty(info)
+    return tuple(cast("DeviceArray", arrays.memory(tensors[at])) for at in range(count))
 
 
 def brought(sources: Sequence[DeviceArray], home: int) -> tuple[DeviceArray, ...]:
     """Copies tensors of one shape and dtype to device `home`, from any device; may raise MemoryError."""
-    made = room(sources[0], home, len(sources))
-    for source, target in zip(sources, made, strict=True):
+    copies = room(sources[0], home, len(sources))
+    for source, target in zip(sources, copies, strict=True):
         _bring([source], [target], home)
-    return made
+    return copies
 
 
 def folded(lists: Sequence[Sequence[DeviceArray]], op: ReduceOp, home: int) -> tuple[DeviceArray, ...]:
     """Reduces the tensors of several devices elementwise, in device order.
 
     Each list has the tensors of one device, all of one shape and dtype. AVG is over the devices. Returns consecutive
-    tensors on `home`; twice their memory is used meanwhile. May raise MemoryError.
+    tensors on `home`; allocates as much memory again for a time. May raise MemoryError.
     """
     cupy, count = import_module("cupy"), len(lists[0])
-    made = room(lists[0][0], home, count)
+    result = room(lists[0][0], home, count)
     first, *others = lists
     with on_device(home):
-        incoming = room(made[0], home, count) if others else ()
-    _bring(first, made, home)
+        incoming = room(result[0], home, count) if others else ()
+    _bring(first, result, home)
     if not others:
-        return made
-    total, arrived = _line(made), _line(incoming)
+        return result
+    total, arrived = _line(result), _line(incoming)
     divides_first = op is ReduceOp.AVG and is_widened(total.dtype)  # as NCCL: the sum may be beyond 16 bits
     with on_device(home):
         if divides_first:
@@ -73,7 +73,7 @@ def folded(lists: Sequence[Sequence[DeviceArray]], op: ReduceOp, home: int) -> t
             getattr(cupy, _NCCLS.get(op) or FOLDS[op].__name__)(total, arrived, out=total)
         if op is ReduceOp.AVG and not divides_first:
             cupy.true_divide(total, len(lists), out=total)
-    return made
+    return result
 
 
 def spread(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray]) -> None:
@@ -84,7 +84,7 @@ def spread(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray]) -> No
     here, there = _device(sources[0]), _device(targets[0])
     with on_device(here):
         follow(here)
-        lines = [cupy.ascontiguousarray(bits_view(one)) for one in sources]
+        lines = [cupy.ascontiguousarray(bits_view(source)) for source in sources]
     stream = follow(there, [here])
     try:
         with on_device(there):
@@ -95,8 +95,8 @@ def spread(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray]) -> No
                 row = cupy.empty(target.shape, line.dtype)
                 _copy(row.data.ptr, line.data.ptr, target.nbytes, stream)
                 bits_view(target)[...] = row
-    finally:  # what was enqueued before a failure still reads the lines
-        follow(here, [there])  # the lines were allocated there
+    finally:  # copies enqueued before a failure still read the lines
+        follow(here, [there])  # where the lines were allocated
 
 
 def ended(devices: Sequence[int]) -> None:
@@ -119,7 +119,7 @@ def _bring(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray], home:
             for source, target in zip(sources, targets, strict=True):
                 line = cupy.ascontiguousarray(bits_view(source))
                 _copy(target.address, line.data.ptr, target.nbytes, stream)
-    finally:  # what was enqueued before a failure still writes there
+    finally:  # copies enqueued before a failure still write there
         if device != home:
             follow(home, [device])
 
@@ -130,9 +130,9 @@ def _copy(to: int, source: int, nbytes: int, stream: int) -> None:
         runtime.memcpyAsync(to, source, nbytes, runtime.memcpyDefault, stream)
 
 
-def _line(made: Sequence[DeviceArray]) -> Any:
-    cupy, first = import_module("cupy"), cupy_view(made[0])
-    return cupy.ndarray((len(made) * first.size,), first.dtype, memptr=first.data)
+def _line(tensors: Sequence[DeviceArray]) -> Any:
+    cupy, first = import_module("cupy"), cupy_view(tensors[0])
+    return cupy.ndarray((len(tensors) * first.size,), first.dtype, memptr=first.data)
 
 
 def _device(array: DeviceArray) -> int:

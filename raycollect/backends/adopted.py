@@ -1,10 +1,9 @@
 """Backends made of classes in the shape of `ray.util.collective`'s `BaseGroup`: `register_collective_backend`.
 
 Such a class is built as ``group_cls(world_size, rank, group_name)`` and works in place on lists of tensors, with all
-ranks at once. It may write to what it only has to read (Ray's gloo does so in reducescatter), so it gets copies: arrays
-in C order and native byte order, pieces padded to the largest. Memory: one copy of the operands. A call of the class
-can't be interrupted, and a failure leaves the members in an unknown state, so the group is broken then. Nothing of Ray
-is imported.
+ranks at once. It may write to its inputs (Ray's gloo does so in reducescatter), so it gets copies: arrays in C order
+and native byte order, pieces padded to the largest. Memory: one copy of the operands. A call of the class can't be
+interrupted, and a failure leaves the members in an unknown state and the group broken. Ray is not imported.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _OPTIONS: dict[OpKind, Callable[[Any, int, timedelta], Any]] = {
     OpKind.RECV: lambda op, peer, left: options.RecvOptions(src_rank=peer, timeout_ms=left),
 }
 
-# Such a class knows the first four. AVG is a sum, divided here.
+# Such a class has the first four. AVG is a sum, divided here.
 REDUCE_OPS = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.AVG})
 CLOSE_TIMEOUT_S = 1.0  # How long to wait until the class has destroyed its group
 _RAY_BASE = "ray.util.collective.collective_group.base_collective_group"
@@ -56,7 +55,7 @@ _RAY_TYPES = "ray.util.collective.types"
 def register_collective_backend(name: str, group_cls: type[Any]) -> None:
     """Makes a class in the shape of Ray's `BaseGroup` a backend of this process; each process of a group needs it.
 
-    Only the operations that the class overrides are the backend's; the planner makes some others of these.
+    The backend has the operations that the class overrides; the planner builds others.
     """
     backends.register(adopt(name, group_cls))
 
@@ -86,17 +85,17 @@ def _ops(group_cls: type[Any]) -> frozenset[OpKind]:
 
 
 def _overrides(group_cls: type[Any], method: str) -> bool:
-    found = getattr(group_cls, method, None)
-    return callable(found) and not getattr(found, "__isabstractmethod__", False)
+    attribute = getattr(group_cls, method, None)
+    return callable(attribute) and not getattr(attribute, "__isabstractmethod__", False)
 
 
 def _missing(group_cls: type[Any]) -> str:
     """Says why the class does not work here, or ""."""
-    asked = f"{group_cls.__name__}.check_backend_availability()"
+    call = f"{group_cls.__name__}.check_backend_availability()"
     try:
-        return "" if group_cls.check_backend_availability() else f"{asked} says no"
-    except Exception as exc:  # noqa: BLE001 - code of others, asked whether it works: it does not
-        return f"{asked}: {type(exc).__name__}: {exc}"
+        return "" if group_cls.check_backend_availability() else f"{call} says no"
+    except Exception as exc:  # noqa: BLE001 - foreign code may fail in any way: it does not work
+        return f"{call}: {type(exc).__name__}: {exc}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,23 +106,23 @@ class _Factory:
 
     def __call__(self, joining: Joining) -> AdoptedCommunicator:
         """Builds the class's group; `spec.options` are its further keyword arguments."""
-        spec, rank, made = joining.spec, joining.rank, self.group_cls
-        # Several communicators of one group live at once, and later groups may have its name: a nonce keeps them apart.
+        spec, rank, group_cls = joining.spec, joining.rank, self.group_cls
+        # Communicators of one group coexist, and later groups may reuse its name: a nonce makes each name unique.
         name = re.sub(r"[^\w.-]+", "-", f"{spec.name}.{spec.group_id}")
-        if getattr(made, "__abstractmethods__", None):  # those that the class leaves out are never called
-            made = new_class(made.__name__, (made,))
-            made.__abstractmethods__ = frozenset()
+        if getattr(group_cls, "__abstractmethods__", None):  # abstract methods are never called
+            group_cls = new_class(group_cls.__name__, (group_cls,))
+            group_cls.__abstractmethods__ = frozenset()
         try:
-            group = made(spec.world_size, rank, name, **dict(spec.options))
+            group = group_cls(spec.world_size, rank, name, **dict(spec.options))
         except Exception as exc:
-            call = f"{made.__name__}({spec.world_size}, {rank}, {name!r})"
+            call = f"{group_cls.__name__}({spec.world_size}, {rank}, {name!r})"
             detail = f"backend {spec.backend!r}: {call} failed: {type(exc).__name__}: {exc}"
             raise BackendUnavailableError(group_name=spec.name, detail=detail) from exc
         return AdoptedCommunicator(group, joining)
 
 
 class AdoptedCommunicator(Exchanged):
-    """One rank's membership. An abort wakes it during the agreement only; a kernel runs to its end."""
+    """One rank's membership. An abort interrupts the agreement only; a kernel runs to its end."""
 
     def __init__(self, group: Any, joining: Joining) -> None:
         super().__init__(joining)
@@ -133,7 +132,7 @@ class AdoptedCommunicator(Exchanged):
         self._reduce_ops = _reduce_ops(type(group))
 
     def close(self) -> None:
-        """Lets the class destroy its group, at once or at the end of the running kernel."""
+        """Destroys the class's group, at once or at the end of the running kernel."""
         super().close()
         self._use.close()
 
@@ -149,11 +148,11 @@ class AdoptedCommunicator(Exchanged):
     def _check_kernel(self, launch: Launch, kernel: Kernel) -> None:
         pair, runs = kernel.kind in (OpKind.SEND, OpKind.RECV), f"what backend {self._backend!r} runs"
         if kernel.kind not in self._ops:
-            known = ", ".join(sorted(kind.value for kind in self._ops))
-            raise self._refused(kernel, "op", kernel.kind.value, f"{runs}: {known}")
+            supported = ", ".join(sorted(kind.value for kind in self._ops))
+            raise self._refused(kernel, "op", kernel.kind.value, f"{runs}: {supported}")
         if kernel.op is not None and kernel.op not in self._reduce_ops:
-            known = ", ".join(op.name for op in self._reduce_ops)
-            raise self._refused(kernel, "reduce op", kernel.op.name, f"{runs}: {known}")
+            supported = ", ".join(op.name for op in self._reduce_ops)
+            raise self._refused(kernel, "reduce op", kernel.op.name, f"{runs}: {supported}")
         if not pair and len(launch.ranks) != self.world_size:
             raise self._refused(kernel, "list of ranks", str(list(launch.ranks)), f"{runs}: all of the group")
 
@@ -162,7 +161,7 @@ class AdoptedCommunicator(Exchanged):
         op = None if kernel.op is None else self._reduce_ops[kernel.op]
         how = _OPTIONS[kind](op, kernel.peer, left)
         call, is_root = getattr(group, kind.value), self.rank == kernel.peer
-        # The sizes of pieces may differ, but the largest one is the same on all ranks
+        # Sizes of pieces may differ, but the largest is the same on all ranks
         if kind is OpKind.BARRIER:
             call(how)
         elif kind is OpKind.ALLGATHER:
@@ -207,7 +206,7 @@ def _destroy(group: Any) -> None:
 
 
 def _reduce_ops(group_cls: type[Any]) -> dict[ReduceOp, Any]:
-    # Ray's enum where the class derives from Ray's: members of two enums are never equal.
+    # Classes derived from Ray's get Ray's enum: members of two enums are never equal.
     theirs: Any = ReduceOp
     if any(base.__module__ == _RAY_BASE for base in group_cls.__mro__):
         theirs = sys.modules[_RAY_TYPES].ReduceOp

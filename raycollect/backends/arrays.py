@@ -1,7 +1,7 @@
 """Tensors of any library as numpy arrays over their own memory: views, layout, overlap, and access by chunks.
 
-Nothing is copied. bfloat16 and 8-bit floats are the dtypes of `ml_dtypes`. torch is never imported here: a process that
-has not imported it has no tensors of it. Tensors in device memory are in `device_arrays`, element types in
+Nothing is copied. bfloat16 and 8-bit floats are the dtypes of `ml_dtypes`. torch is never imported here: a process
+without it has no torch tensors. Tensors in device memory are in `device_arrays`, element types in
 `elements`.
 """
 
@@ -24,10 +24,10 @@ from raycollect.backends.device_arrays import (
     view_of_cupy,
 )
 from raycollect.backends.elements import NARROW, TORCH_DTYPES, Array, is_number, name_of, native, torch_name
-from raycollect.backends.unsuited import resolved, told
+from raycollect.backends.unsuited import describe_value, resolved
 from raycollect.core.model import TensorInfo
 
-__all__ = ["NARROW", "Array", "DeviceArray", "is_number", "native", "resolved", "told"]  # re-exported
+__all__ = ["NARROW", "Array", "DeviceArray", "describe_value", "is_number", "native", "resolved"]  # re-exported
 
 OVERLAP_WORK = 10_000  # How many candidates numpy may try to decide whether two strided views overlap
 
@@ -41,10 +41,10 @@ _DLPACK_VIEW: dict[str, Any] = {"copy": False} if np.lib.NumpyVersion(np.__versi
 def view(value: object) -> Array | DeviceArray | None:
     """Returns a tensor's memory as an array, or None if collectives don't accept the value.
 
-    Tensors are numpy arrays, torch tensors, cupy arrays, and objects that show CPU memory by DLPack or numpy's array
+    Tensors are numpy arrays, torch tensors, cupy arrays, and objects that expose CPU memory by DLPack or numpy's array
     interface, or memory of an NVIDIA GPU by DLPack or the CUDA array interface. Not accepted: subclasses (masked
     arrays, matrices), scalars, structured, object, text and date arrays; torch's sparse, nested, quantized and meta
-    tensors, and lazily conjugated or negated ones. `told` says why a value is refused.
+    tensors, and lazily conjugated or negated ones. `describe_value` says why a value is refused.
     """
     if type(value) in (np.ndarray, np.memmap):
         array = cast("Array", value)
@@ -77,19 +77,19 @@ def is_tensor(value: object) -> bool:
 
 def is_scalar(tensor: object) -> bool:
     """Tells whether a tensor has no dimensions."""
-    shape = getattr(tensor, "shape", None)  # which not all that show their memory have
+    shape = getattr(tensor, "shape", None)  # not all tensors have the attribute
     return not (shape if isinstance(shape, tuple) else memory(tensor).shape)
 
 
 def memory(tensor: object) -> Array | DeviceArray:
-    """Returns the current memory of a value that was a tensor before; see `view`.
+    """Returns the current memory of a value that was a tensor; see `view`.
 
     Raises:
-        TypeError: It is no tensor any more, such as a torch tensor whose storage was freed.
+        TypeError: It is no longer a tensor, such as a torch tensor whose storage was freed.
     """
     seen = view(tensor)
     if seen is None:
-        raise TypeError(f"{told(tensor)}, which is no tensor any more")
+        raise TypeError(f"{describe_value(tensor)}, which is no longer a tensor")
     return seen
 
 
@@ -149,9 +149,9 @@ def split(array: Array | DeviceArray, count: int) -> tuple[Array | DeviceArray, 
 
 def box_of(array: Array, at: Sequence[int], size: Sequence[int]) -> Array:
     """A box of an array, as a view."""
-    place: Any = (*(slice(lo, lo + n) for lo, n in zip(at, size, strict=True)), ...)  # a view where there are none, too
-    found: Array = array[place]
-    return found
+    place: Any = (*(slice(lo, lo + n) for lo, n in zip(at, size, strict=True)), ...)  # ...: a view of scalars, too
+    box: Array = array[place]
+    return box
 
 
 def _torch_type() -> Any:
@@ -160,7 +160,7 @@ def _torch_type() -> Any:
 
 
 def _dtype_of_torch(tensor: Any) -> np.dtype[Any] | None:
-    # That of numpy; None where collectives don't accept the tensor.
+    # numpy's dtype; None if collectives don't accept the tensor.
     torch: Any = sys.modules["torch"]
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return None
@@ -168,7 +168,7 @@ def _dtype_of_torch(tensor: Any) -> np.dtype[Any] | None:
         return None
     if tensor.is_meta or tensor.is_conj() or tensor.is_neg():
         return None
-    if tensor.numel() and not tensor.untyped_storage().nbytes():  # its storage was given back
+    if tensor.numel() and not tensor.untyped_storage().nbytes():  # its storage was freed
         return None
     return TORCH_DTYPES.get(torch_name(tensor.dtype))
 
@@ -191,15 +191,15 @@ def _view_of_dlpack(value: Any) -> Array | None:
             return None
         try:
             return np.from_dlpack(value, **_DLPACK_VIEW)
-        except TypeError:  # it is older than the argument, and than copies
+        except TypeError:  # older versions lack the argument, and never copy
             return np.from_dlpack(value)
-    except Exception:  # noqa: BLE001 - foreign code that can't show its memory may say so by any exception
+    except Exception:  # noqa: BLE001 - foreign code may refuse by any exception
         return None
 
 
 def _view_of_interface(value: Any) -> Array | None:
     name = "__array_interface__"
-    if not hasattr(type(value), name) and name not in getattr(value, "__dict__", ()):  # asks no `__getattr__`
+    if not hasattr(type(value), name) and name not in getattr(value, "__dict__", ()):  # does not call `__getattr__`
         return None
     try:
         interface = value.__array_interface__
@@ -230,16 +230,16 @@ def byte_range(array: Array | DeviceArray) -> tuple[int, int]:
 def place(array: Array | DeviceArray) -> tuple[Any, ...]:
     """Returns an array's address and layout, to compare for equality."""
     dtype, array = array.dtype, _shadow(array)
-    # Where no elements lie: numpy makes up an address for what has none, another one each time.
+    # numpy gives an empty array a different made-up address each time.
     address = array.ctypes.data if array.size else 0
     return address, array.shape, array.strides, dtype, array.flags.writeable
 
 
 def place_of(tensor: object) -> tuple[Any, ...]:
-    """The same for a tensor of any library, and several times cheaper, for frequent checks.
+    """Does the same for a tensor of any library, several times cheaper, for frequent checks.
 
     Raises:
-        TypeError: It has no memory any more; see `memory`.
+        TypeError: Its memory was freed; see `memory`.
     """
     if type(tensor) is not np.ndarray:
         return _place_of_torch(tensor) if is_plain_torch(tensor) else place(memory(tensor))
@@ -247,14 +247,14 @@ def place_of(tensor: object) -> tuple[Any, ...]:
         return tensor.shape, tensor.strides, tensor.dtype, tensor.flags.num
     try:
         address: Any = addressof(c_char.from_buffer(tensor))  # type: ignore[arg-type]  # arrays are buffers
-    except (TypeError, ValueError):  # read-only, empty, with gaps, or of a type that buffers do not know
+    except (TypeError, ValueError):  # read-only, empty, with gaps, or of a type without a buffer format
         address = tensor.__array_interface__["data"]
     return address, tensor.shape, tensor.strides, tensor.dtype
 
 
 def _place_of_torch(tensor: Any) -> tuple[Any, ...]:
     # Includes everything that assigning to `tensor.data` can change.
-    if not tensor.data_ptr() and tensor.numel():  # its storage was given back
+    if not tensor.data_ptr() and tensor.numel():  # its storage was freed
         return place(memory(tensor))
     where = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
     return *where, tensor.is_conj(), tensor.is_neg()
@@ -279,7 +279,7 @@ def raise_versions(tensors: Sequence[Any]) -> None:
     raise_version: Any = sys.modules["torch"].autograd.graph.increment_version
     try:
         raise_version(tensors)
-    except TypeError:  # older ones take them one by one
+    except TypeError:  # older versions take one tensor
         for tensor in tensors:
             raise_version(tensor)
 
@@ -334,22 +334,22 @@ def owner(tensor: object) -> object:
 
 
 def _owner_of_cupy(tensor: Any) -> object:
-    # cupy's memory can't be referred to weakly. That of its pools takes attributes, and an object there lives as long.
-    # Other memory has an owner of its own, or the first array over it holds it, which all views hold.
+    # cupy's memory does not support weak references. Pool memory takes attributes, and such an object lives as long.
+    # Other memory has its own owner, or is held by its first array, which all views hold.
     memory = tensor.data.mem
     try:
         if not hasattr(memory, "_raycollect"):
             memory._raycollect = Tie()
         return cast("object", memory._raycollect)
     except AttributeError:
-        found: object = getattr(memory, "_owner", None)
-        if found is None:
-            found = tensor if tensor.base is None else tensor.base
-        return found
+        holder: object = getattr(memory, "_owner", None)
+        if holder is None:
+            holder = tensor if tensor.base is None else tensor.base
+        return holder
 
 
 class Tie:
-    """Is kept in an object, and lives as long: others refer to it weakly."""
+    """An attribute of an object, to which weak references refer in its place."""
 
     __slots__ = ("__weakref__",)
 

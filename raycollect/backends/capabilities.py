@@ -15,7 +15,7 @@ from raycollect.errors.text import listed, shown
 
 TORCH_PREFIX = "torch:"  # The prefix of `torch.distributed` backends
 USUAL = frozenset(OpKind) - frozenset(PREFIXES)
-"""The operations that a backend runs which does not say."""
+"""The operations of a backend that does not list its own."""
 _NAME = re.compile(r"(torch:)?[a-z0-9][a-z0-9_.-]*")
 
 
@@ -28,9 +28,9 @@ class Capabilities:
         module: The module with its factory `create`; or
         factory: the factory itself.
         libraries: Modules of which it needs one; empty if it needs none.
-        install: The command that installs what is missing, or what to install.
-        probe: Says what else is missing on this machine, or "".
-        ops: The operations it runs itself; the planner builds some others from these. SCAN and EXSCAN have to be named.
+        install: The command that installs the missing library, or its name.
+        probe: Names another missing requirement of this machine, or "".
+        ops: The operations it runs itself; the planner builds others from these. The default lacks SCAN and EXSCAN.
         reduce_ops: The reduce ops it runs.
         devices: Where its tensors may live, as torch calls it: ``"cpu"``, ``"cuda"``; ``"any"`` if unknown.
         interruptible: Whether an abort wakes a rank inside a kernel.
@@ -39,12 +39,12 @@ class Capabilities:
         one_process: Whether all ranks must be in one process.
         coalesces: Whether its `launch` runs several kernels with fewer synchronizations of the ranks than one by one.
         chunk_nbytes: The most memory that its chunks take on a rank, in bytes; -1 if unknown.
-        resumes: Whether its communicator works on after a launch that has failed on some ranks, once all begin the next
-            one with a number above those that any of them has seen; else the ranks make a new one.
+        resumes: Whether its communicator survives a launch that has failed on some ranks, if the next launch has a
+            higher number than any that a rank has seen; else the ranks create a new communicator.
         pairs: The backend of communicators of two ranks for point-to-point calls; empty: itself.
         pricing: How it moves data, for the choice of algorithms and predicted times; by default by rings, as most
             libraries do.
-        own_tensors: Whether, on devices, it takes no tensors but those of its library, so that others can't be staged.
+        own_tensors: Whether, on devices, it takes tensors of its library only, so that others can't be staged.
         chip_map: Whether it takes the option ``chip_map`` of a rank table.
         tested: Whether this project's own tests run it.
 
@@ -76,12 +76,12 @@ class Capabilities:
 
     @property
     def is_experimental(self) -> bool:
-        """Whether it works on devices on which this project has never run it."""
+        """Whether this project has never run it on its devices."""
         return not self.tested and "cpu" not in self.devices
 
     @property
     def memory(self) -> str:
-        """Where its kernels work, as in `GroupSpec.memory`."""
+        """The memory in which its kernels work, as in `GroupSpec.memory`."""
         if len(self.devices) > 1 or (self.own_tensors and self.devices != _CPU):
             return ""
         return next((kind for kind in ("cpu", "cuda") if kind in self.devices), "")
@@ -118,7 +118,7 @@ def _torch(name: str, *, devices: frozenset[str], library: str = "torch", **othe
 
 
 def _not_in_torch(name: str, *, on_gpu: bool) -> str:
-    # torch may lack distributed, or this backend, or see no GPU.
+    # Says what torch lacks: distributed, the backend, or a GPU.
     try:
         distributed = import_module("torch.distributed")
     except (ImportError, OSError) as exc:
@@ -135,7 +135,7 @@ def no_gpu() -> str:
     try:
         cupy, nccl = import_module("cupy"), import_module("cupy.cuda.nccl")
         count = int(cupy.cuda.runtime.getDeviceCount())
-    except Exception as exc:  # noqa: BLE001 - no driver, or one that is too old: cupy's own, in many kinds
+    except Exception as exc:  # noqa: BLE001 - no driver, or an old one: cupy raises many kinds
         return f"a GPU: {exc}"
     if not nccl.available:
         return "NCCL: cupy does not find its library"
@@ -147,10 +147,10 @@ _CPU, _CUDA = frozenset({"cpu"}), frozenset({"cuda"})
 _MEMORY = Pricing(transport="memory")
 
 RINGS_OF_GLOO = frozenset({OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.BROADCAST})
-"""The operations that the library runs on large arrays in CPU memory, of backend `gloo`."""
+"""The operations of backend `gloo` that the library runs, on large arrays in CPU memory."""
 
 RINGS_OF_TORCH = frozenset({OpKind.ALLREDUCE, OpKind.BROADCAST})
-"""The same of backends of torch."""
+"""The same for torch's backends."""
 
 _LINES = (
     Capabilities(
@@ -195,7 +195,7 @@ _LINES = (
         module="raycollect.backends.gloo.communicator",
         ops=_ALL,
         libraries=("raycollect.backends.gloo.library",),
-        # Installs pygloo for Python 3.10, the last that has its wheels, and xoscar for later ones.
+        # Installs pygloo for Python 3.10, the last with its wheels, and xoscar for later versions.
         install="pip install 'raycollect[gloo]'",
         interruptible=False,
         bitwise=False,
@@ -271,8 +271,8 @@ _KNOWN = (RANK_ORDER[0], *OF_NCCL)
 def refuse_unknown(spec: GroupSpec) -> None:
     """Raises InvalidGroupError for options that no backend of ``"auto"`` has, for a group of `local` or `shm`.
 
-    These have no options, and ignore those of the others, as a program may run on any number of hosts. A backend of
-    another package may be made of one of them, and have options of its own.
+    These backends have no options, and ignore those of the others, as a program may run on any number of hosts. A
+    backend of another package may be built on one of them, and have its own options.
     """
     unknown = [name for name, _ in spec.options if name not in _KNOWN]
     if unknown and spec.backend in ("local", "shm"):

@@ -1,6 +1,6 @@
 """Tensors in device memory: torch's and cupy's, and others on an NVIDIA GPU, through cupy.
 
-torch and cupy are imported here only once there is a tensor of theirs, or one that only cupy can view.
+torch and cupy are imported here only for their own tensors, and cupy for tensors that only it can view.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from raycollect.backends.elements import TORCH_DTYPES, Array, is_number, torch_n
 from raycollect.core.model import TensorInfo
 
 _DLPACK_CUDA = 2
-_NO_STREAM = -1  # The exporter need not synchronize: nothing is read
-# The name of a capsule of DLPack 1.0, and where its struct has its flags; the lowest says that it is read-only
+_NO_STREAM = -1  # Nothing is read, so the exporter need not synchronize
+# The name of a DLPack 1.0 capsule, and the offset of the flags in its struct; the lowest flag means read-only
 _VERSIONED, _FLAGS_AT = b"dltensor_versioned", 24
 # Bytes per element -> a type of that size
 _BITS = {np.dtype(name).itemsize: np.dtype(name) for name in ("u1", "u2", "u4", "u8", "c16")}
@@ -26,14 +26,14 @@ _BITS = {np.dtype(name).itemsize: np.dtype(name) for name in ("u1", "u2", "u4", 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceArray:
-    """A tensor in device memory, as far as the host can describe it; only its library reads it."""
+    """A tensor in device memory as the host describes it; only its library reads it."""
 
     tensor: Any = field(repr=False)  # torch's, detached, or a `cupy.ndarray`; showing its elements copies them
-    is_read_only: bool = False  # its library says that nobody may write to it
+    is_read_only: bool = False  # as its library says
     library: str = field(init=False)  # ``"torch"`` or ``"cupy"``
     dtype: np.dtype[Any] = field(init=False)  # numpy's
     device: str = field(init=False)  # ``"cuda:0"``
-    # Has the same address, shape and strides, and answers questions about layout; its elements must never be touched.
+    # An array of the same address, shape and strides, for questions about layout; its elements must never be touched.
     # (With unified addressing, device and host addresses never coincide.)
     shadow: Array = field(init=False, repr=False)
 
@@ -42,11 +42,11 @@ class DeviceArray:
         if is_cupy(tensor):
             where = tensor.data.ptr, tensor.shape, tensor.strides, tensor.itemsize
             shadow = _shown(tensor, *where, is_read_only=self.is_read_only)
-            found = "cupy", np.dtype(tensor.dtype), f"cuda:{tensor.device.id}", shadow
+            fields = "cupy", np.dtype(tensor.dtype), f"cuda:{tensor.device.id}", shadow
         else:
             dtype = TORCH_DTYPES[torch_name(tensor.dtype)]
-            found = "torch", dtype, str(tensor.device), shown_by_torch(tensor, tensor.element_size())
-        for name, value in zip(("library", "dtype", "device", "shadow"), found, strict=True):
+            fields = "torch", dtype, str(tensor.device), shown_by_torch(tensor, tensor.element_size())
+        for name, value in zip(("library", "dtype", "device", "shadow"), fields, strict=True):
             object.__setattr__(self, name, value)
 
     @property
@@ -96,7 +96,7 @@ def device_id(device: str) -> int:
 
 
 def is_cupy(value: Any) -> bool:
-    """Tells whether a value is a `cupy.ndarray`, and no subclass; does not import cupy."""
+    """Tells whether a value is a `cupy.ndarray`, not a subclass; does not import cupy."""
     cupy = sys.modules.get("cupy")
     return cupy is not None and type(value) is getattr(cupy, "ndarray", None)
 
@@ -112,18 +112,18 @@ def on_gpu(value: Any) -> DeviceArray | None:
     Such an object has the CUDA array interface or DLPack.
     """
     kind = type(value)
-    try:  # the class of JAX's arrays has the property, which arrays on the CPU do not have
+    try:  # the class of JAX's arrays has the attribute, but JAX arrays on the CPU do not
         if hasattr(kind, "__cuda_array_interface__") and hasattr(value, "__cuda_array_interface__"):
-            found = import_module("cupy").asarray(value)
-            is_read_only = bool(value.__cuda_array_interface__["data"][1])  # which cupy forgets
+            array = import_module("cupy").asarray(value)
+            is_read_only = bool(value.__cuda_array_interface__["data"][1])  # cupy drops it
         elif hasattr(kind, "__dlpack_device__") and value.__dlpack_device__()[0] == _DLPACK_CUDA:
-            found = import_module("cupy").from_dlpack(value)
+            array = import_module("cupy").from_dlpack(value)
             is_read_only = _is_read_only(value)
         else:
             return None
-    except Exception:  # noqa: BLE001 - foreign code that can't show its memory, or there is no cupy to look at it
+    except Exception:  # noqa: BLE001 - foreign code may refuse by any exception, or cupy is missing
         return None
-    return view_of_cupy(found, is_read_only=is_read_only)
+    return view_of_cupy(array, is_read_only=is_read_only)
 
 
 def _is_read_only(value: Any) -> bool:
@@ -146,7 +146,7 @@ def cupy_view(array: DeviceArray) -> Any:
 
 
 def bits_view(array: DeviceArray) -> Any:
-    """The same with a plain element type of equal size, for copies: cupy does not have all types."""
+    """Does the same with a plain element type of equal size, for copies: cupy lacks some types."""
     return _cupy_view(array, _BITS[array.dtype.itemsize])
 
 
@@ -193,7 +193,7 @@ def put_on_gpu(value: Any, library: str) -> Any:
         try:
             cupy = import_module("cupy")
             return cupy.asarray(value) if cupy.cuda.runtime.getDeviceCount() else value
-        except Exception:  # noqa: BLE001 - not installed, or no driver: in cupy's many kinds
+        except Exception:  # noqa: BLE001 - not installed, or no driver: cupy raises many kinds
             return value
     return value
 

@@ -1,4 +1,4 @@
-"""torch's DTensors, by what they look like: the local tensor of each, and its placement.
+"""torch's DTensors, recognized by their attributes: the local tensor of each, and its placement.
 
 No array library is imported here.
 """
@@ -14,20 +14,20 @@ _KNOWN = ("Shard", "_StridedShard", "Replicate", "Partial")
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether a value is a tensor that is spread over a mesh, of which this process has a part."""
+    """Whether a value is a DTensor: spread over a mesh, with a local part in this process."""
     kind = type(value)
     return all(hasattr(kind, name) for name in ("to_local", "device_mesh", "placements"))
 
 
 def local_of(dtensor: Any) -> Any:
-    """The local tensor, over the very memory of the DTensor."""
+    """The local tensor, which shares the memory of the DTensor."""
     local = getattr(dtensor, "_local_tensor", None)
-    # One that a collective of torch is still filling is waited for by `to_local`
+    # `to_local` waits for a collective of torch that still fills the tensor
     return dtensor.to_local() if local is None or hasattr(local, "trigger_wait") else local
 
 
 def placement_of(dtensor: Any) -> Placement | None:
-    """The placement; None where this process is not in the mesh."""
+    """The placement; None if this process is not in the mesh."""
     mesh = dtensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -48,9 +48,9 @@ def placement_of(dtensor: Any) -> Placement | None:
 
 
 def _order(spec: Any) -> tuple[int, ...]:
-    """The order of the axes where torch has it apart from the placements; empty: it follows from these."""
+    """The order of the axes if torch stores it explicitly; empty: the placements determine it."""
     orders = [tuple(map(int, entry.mesh_dims)) for entry in getattr(spec, "shard_order", None) or ()]
-    is_strided = any(type(one).__name__ == "_StridedShard" for one in getattr(spec, "placements", ()))
+    is_strided = any(type(placement).__name__ == "_StridedShard" for placement in getattr(spec, "placements", ()))
     if not is_strided and all(axes == tuple(sorted(axes)) for axes in orders):
         return ()
     return tuple(axis for axes in orders for axis in axes)

@@ -13,7 +13,7 @@ Array = NDArray[Any]
 
 KINDS = "biufc"  # The numpy kinds that collectives accept: bool, signed, unsigned, float, complex
 
-# The floats of `ml_dtypes`. numpy takes most of them for void types, so their kind says nothing.
+# The floats of `ml_dtypes`. To numpy most of them are void types, so their kind is useless.
 NARROW: frozenset[np.dtype[Any]] = frozenset(
     np.dtype(getattr(ml_dtypes, name)) for name in dir(ml_dtypes) if name.startswith(("bfloat16", "float8_"))
 )
@@ -21,7 +21,7 @@ NARROW: frozenset[np.dtype[Any]] = frozenset(
 # torch's name of an element type, which is also numpy's -> numpy's type
 TORCH_DTYPES: dict[str, np.dtype[Any]] = {
     dtype.name: dtype
-    for dtype in (*map(np.dtype, "?bhilqBHILQefdFD"), *NARROW)  # by their codes in C: all of them, some twice
+    for dtype in (*map(np.dtype, "?bhilqBHILQefdFD"), *NARROW)  # all types by their C codes, some twice
 }
 
 
@@ -48,9 +48,9 @@ def torch_name(dtype: Any) -> str:
 
 
 def convert(to: Array, array: Array) -> None:
-    """Copies elements, and converts them where the dtypes differ: rounded to the nearest, as numpy does it."""
+    """Copies elements, and converts them if the dtypes differ: rounded to nearest, as in numpy."""
     if to.dtype == array.dtype:
         np.copyto(to, array)
         return
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # infinities and NaN are what there is to give
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # the results are infinities and NaN
         np.copyto(to, array, casting="unsafe")

@@ -44,16 +44,16 @@ class Exchanged:
         return ()
 
     def abort(self, seq: int) -> None:
-        """Wakes this rank in the agreement; a kernel notices where it checks."""
+        """Wakes this rank in the agreement; a kernel notices at its next check."""
         self._aborted.add(seq)
         self._exchange.abort(seq)
 
     def lost(self, rank: int) -> bool:
-        """Returns False: the ranks of a library don't see how far another rank came."""
+        """Returns False: the ranks of a library don't see the progress of another rank."""
         return False
 
     def close(self) -> None:
-        """Lets nothing more run."""
+        """Makes further launches raise."""
         self._broken = self._broken or "the communicator was closed"
 
     def _run(self, launch: Launch, kernel: Kernel) -> None:
@@ -64,8 +64,8 @@ class Exchanged:
         # Raises RefusedError if the library can't run it.
         pass
 
-    def _refused(self, kernel: Kernel, field: str, found: str, expected: str) -> RaycollectError:
-        violation = Violation(kind="unsupported", rank=self.rank, field=field, found=found, expected=expected)
+    def _refused(self, kernel: Kernel, field: str, actual: str, expected: str) -> RaycollectError:
+        violation = Violation(kind="unsupported", rank=self.rank, field=field, found=actual, expected=expected)
         return refusal(kernel.kind.value, self._group_name, (violation,))
 
     def _check_going(self, launch: Launch) -> None:

@@ -1,4 +1,4 @@
-"""The warning that a process gives when it first uses what has never run on its hardware."""
+"""The warning at a process's first use of a feature that has never run on its hardware."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import warnings
 
 
 class ExperimentalWarning(UserWarning):
-    """What is used has been tested without its hardware only.
+    """The feature has been tested without its hardware only.
 
     Attributes:
-        feature: What that is, such as ``"backend 'nccl'"``.
+        feature: Its name, such as ``"backend 'nccl'"``.
     """
 
     def __init__(self, feature: str) -> None:
@@ -17,9 +17,9 @@ class ExperimentalWarning(UserWarning):
         super().__init__(feature)
 
     def __str__(self) -> str:
-        """Says what it means, and how to do without the warning."""
+        """Explains the warning, and how to silence it."""
         return (
-            f"{self.feature} is experimental: it has run on stand-ins for its libraries, never on its hardware; see"
+            f"{self.feature} is experimental: it was tested with fake libraries, never on its hardware; see"
             " docs/gpu.md. Check results, and tell us. To silence this:"
             " warnings.simplefilter('ignore', raycollect.backends.experimental.ExperimentalWarning)"
         )
@@ -29,7 +29,7 @@ _has_warned = False
 
 
 def warn_once(feature: str) -> None:
-    """Warns the first time in this process, of whatever is experimental."""
+    """Warns of an experimental feature, once per process."""
     global _has_warned
     if not _has_warned:
         _has_warned = True

@@ -1,4 +1,4 @@
-"""Reductions on the host: what each reduce op does and refuses, and the fold that defines the bits.
+"""Reductions on the host: the meaning of each reduce op, its dtypes, and the fold that defines the bits.
 
 Narrow floats are folded in float32 and rounded once. Complex numbers are folded by parts, so that strides and position
 do not change the bits.
@@ -15,9 +15,9 @@ import numpy as np
 from raycollect.backends.arrays import NARROW, Array, is_number
 from raycollect.core.model import ReduceOp
 
-# Reduced in float32 and rounded once: a sum of eight terms in 3 bits of mantissa would be noise
+# Reduced in float32 and rounded once: eight terms summed in 3 bits of mantissa would be noise
 WIDENED: frozenset[np.dtype[Any]] = NARROW | {np.dtype(np.float16)}
-# How two elements become one. On bool numpy's add is a logical or, its multiply a logical and.
+# The function that combines two elements. On bool numpy's add is a logical or, its multiply a logical and.
 FOLDS: dict[ReduceOp, Callable[..., Any]] = {
     ReduceOp.SUM: np.add,
     ReduceOp.PRODUCT: np.multiply,
@@ -31,7 +31,7 @@ FOLDS: dict[ReduceOp, Callable[..., Any]] = {
 
 _NO_ORDER = "complex numbers have no order"
 _NO_BITS = "only bool and whole numbers have bits to combine"
-# Reduce op -> the kinds for which it has no meaning, and why
+# Reduce op -> the kinds for which it is undefined, and the reason
 REFUSED: dict[ReduceOp, tuple[str, str]] = {
     ReduceOp.AVG: ("biu", "an average of whole numbers is not a whole number"),
     ReduceOp.MIN: ("c", _NO_ORDER),
@@ -47,12 +47,12 @@ _BLOCK = 1 << 15  # Elements that are reduced in float32 at a time: they stay in
 
 
 def refusal_reason(op: ReduceOp, dtype: str) -> str | None:
-    """Says why `op` has no meaning for elements of that dtype, or None if it has one."""
-    found = np.dtype(dtype)
-    if not is_number(found):
+    """Says why `op` is undefined for elements of that dtype, or returns None."""
+    element_type = np.dtype(dtype)
+    if not is_number(element_type):
         return f"{op.name} of {dtype}: elements are not numbers"
     kinds, why = REFUSED.get(op, ("", ""))
-    return f"{op.name} of {dtype}: {why}" if ("f" if found in NARROW else found.kind) in kinds else None
+    return f"{op.name} of {dtype}: {why}" if ("f" if element_type in NARROW else element_type.kind) in kinds else None
 
 
 def fold(op: ReduceOp, parts: Sequence[Array], out: Array) -> None:
@@ -88,7 +88,7 @@ def fold(op: ReduceOp, parts: Sequence[Array], out: Array) -> None:
 
 
 def fold_with(op: ReduceOp, others: Sequence[Array], place: int, own: Array, out: Array) -> None:
-    """Folds `own` at its place among the parts of others. `out` may be `own`; ``others[0]`` may be overwritten."""
+    """Folds `own` at its position among other parts. `out` may be `own`; ``others[0]`` may be overwritten."""
     parts = [*others[:place], own, *others[place:]]
     if place < READ_FIRST or not np.may_share_memory(own, out):
         fold(op, parts, out)
@@ -98,9 +98,9 @@ def fold_with(op: ReduceOp, others: Sequence[Array], place: int, own: Array, out
 
 
 def ignoring_errors() -> Callable[..., None]:
-    """Returns what calls a function as in `np.errstate(all="ignore")`, for one thread at a time.
+    """Returns a callable that runs a function as in `np.errstate(all="ignore")`, for one thread at a time.
 
-    numpy 2 keeps that state in a context variable. A context that has it is entered without a function in Python.
+    numpy 2 keeps that state in a context variable. Entering a context that has it calls no Python code.
     """
     if np.lib.NumpyVersion(np.__version__) < "2.0.0":
         return _ignoring_errors

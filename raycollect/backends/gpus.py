@@ -1,7 +1,6 @@
-"""The GPU that this process has for backend `nccl`, and whether the members of a group can use theirs together.
+"""The GPU of this process for backend `nccl`, and whether the members of a group can use theirs together.
 
-Where there is no GPU, this is found out without importing cupy: none was assigned, they are hidden, or there is no
-driver or no cupy.
+cupy is not imported if no GPU was assigned, GPUs are hidden, or the driver or cupy is missing.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from raycollect.backends.nccl import ipc_driver
 from raycollect.core.codec import Wire
 
 SHARING_FROM = 23000  # The first NCCL that takes several ranks on one GPU, if `SHARING` is set before its first use
-MOST_ON_ONE = 2  # As many as its documentation allows there, as experimental
+MOST_ON_ONE = 2  # The most that its documentation allows, as experimental
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 _log = logging.getLogger("raycollect")
-_read: bool | None = None  # whether NCCL lets ranks of this process share a GPU; None: it has not read that yet
+_read: bool | None = None  # whether NCCL lets ranks of this process share a GPU; None: it has not read its environment
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NOTHING = ("", "-1", "NoDevFiles")
-# Files that exist where there is a driver; the last one is that of WSL
+# Files that exist with a driver; the last one is that of WSL
 _DRIVER = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 
 
@@ -42,9 +41,9 @@ class Gpu(Wire, frozen=True, kw_only=True):
 
 
 def here(given: bool | None = None) -> Gpu | None:
-    """Returns the calling thread's current GPU, or None if there is none or something that `nccl` needs is missing.
+    """Returns the calling thread's current GPU, or None without a GPU or a requirement of `nccl`.
 
-    `given`: whether this process was assigned a GPU by whoever started it; None if unknown: its environment counts.
+    `given`: whether this process was assigned a GPU; None if unknown: its environment counts.
     """
     if given is False or not _may_have_one() or no_gpu():
         return None
@@ -52,7 +51,7 @@ def here(given: bool | None = None) -> Gpu | None:
     try:
         name = name_of(cupy.cuda.runtime, cupy.cuda.runtime.getDevice())
         version = int(nccl.get_version())
-    except Exception as exc:  # noqa: BLE001 - a device or a library that fails at its first call, in cupy's many kinds
+    except Exception as exc:  # noqa: BLE001 - a failing device or library: cupy raises many kinds
         _log.warning("there is a GPU, but no group is formed on it: %s", exc)
         return None
     return Gpu(name=name, version=version, may_share=may_share())
@@ -64,15 +63,15 @@ def name_of(runtime: Any, device: int) -> str:
 
 
 def may_share() -> bool:
-    """Tells whether NCCL lets this process share a GPU with other ranks, or can yet be told to.
+    """Tells whether NCCL lets this process share a GPU with other ranks, or can still be configured to.
 
-    NCCL reads that from its environment as a process first joins a communicator of several ranks.
+    NCCL reads its environment when a process first joins a communicator of several ranks.
     """
     return os.environ.get(SHARING, "1") == "1" if _read is None else _read
 
 
 def first_use() -> None:
-    """Notes that this process joins a communicator of several ranks."""
+    """Records that this process joins a communicator of several ranks."""
     global _read
     if _read is None:
         _read = os.environ.get(SHARING) == "1"
@@ -80,10 +79,10 @@ def first_use() -> None:
 
 def why_not(machines: Sequence[str], gpus: Sequence[Gpu | None]) -> str:
     """Says why members that all have GPUs can't use them together, or ""."""
-    found = [one for one in gpus if one is not None]
-    if len({one.version for one in found}) > 1:
+    present = [gpu for gpu in gpus if gpu is not None]
+    if len({gpu.version for gpu in present}) > 1:
         return "the ranks have different releases of NCCL"
-    places = list(zip(machines, (one.name for one in found), strict=True))
+    places = list(zip(machines, (gpu.name for gpu in present), strict=True))
     shared = [place for place, count in Counter(places).items() if count > 1]
     if not shared or sharing(machines, gpus):
         return ""
@@ -91,27 +90,27 @@ def why_not(machines: Sequence[str], gpus: Sequence[Gpu | None]) -> str:
         f"{machine}/{name}": [at for at, other in enumerate(places) if other == (machine, name)]
         for machine, name in shared
     }
-    if why := sharing_fault(on, found[0].version):
+    if why := sharing_fault(on, present[0].version):
         return why
     ranks = next(iter(on.values()))
-    return "" if all(one.may_share for one in found) else f"ranks {ranks} share a GPU, and {SHARING} forbids it"
+    return "" if all(gpu.may_share for gpu in present) else f"ranks {ranks} share a GPU, and {SHARING} forbids it"
 
 
 def sharing(machines: Sequence[str], gpus: Sequence[Gpu | None]) -> str:
     """Says how members that all share one GPU work without NCCL, else ""."""
-    found = [one for one in gpus if one is not None]
-    is_one = len({(machine, one.name) for machine, one in zip(machines, found, strict=True)}) == 1
-    return "by CUDA IPC, as all ranks share one GPU" if is_one and len(found) > 1 else ""
+    present = [gpu for gpu in gpus if gpu is not None]
+    is_one = len({(machine, gpu.name) for machine, gpu in zip(machines, present, strict=True)}) == 1
+    return "by CUDA IPC, as all ranks share one GPU" if is_one and len(present) > 1 else ""
 
 
 def sharing_fault(shared: Mapping[str, Sequence[int]], version: int) -> str:
-    """Says why NCCL can't connect ranks of which only some share GPUs, given the ranks by GPU; "" if it can."""
-    gpu, ranks = max(shared.items(), key=lambda one: len(one[1]))
+    """Says why NCCL can't connect ranks if only some share GPUs, given the ranks by GPU; "" if it can."""
+    gpu, ranks = max(shared.items(), key=lambda item: len(item[1]))
     if version < SHARING_FROM:
-        return f"ranks {list(ranks)} share the GPU {gpu}, which NCCL takes from 2.30 on, and this is {version}"
+        return f"ranks {list(ranks)} share the GPU {gpu}, which needs NCCL 2.30, and this is {version}"
     if len(ranks) > MOST_ON_ONE:
-        told = f"ranks {list(ranks)} share the GPU {gpu}, while other ranks of the group are on another one"
-        return f"{told}; NCCL's documentation allows {MOST_ON_ONE} ranks on a GPU, and says that more of them hang"
+        detail = f"ranks {list(ranks)} share the GPU {gpu}, while other ranks of the group are on another one"
+        return f"{detail}; NCCL's documentation allows {MOST_ON_ONE} ranks on a GPU, and says that more of them hang"
     return ""
 
 

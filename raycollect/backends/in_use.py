@@ -1,4 +1,4 @@
-"""Releases what a communicator holds once no thread uses it any more."""
+"""Releases a communicator's library object once no thread uses it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _Result = TypeVar("_Result")
 
 
 class InUse(Generic[_Held]):
-    """Gives what a communicator holds to one thread at a time, and releases it once.
+    """Lends a communicator's library object to one thread at a time, and releases it once.
 
     Args:
-        held: A library's connections or the like; the last reference to it goes with its release. None: nothing.
+        held: Such as a library's connections; the last reference is dropped with the release. None: nothing.
         release: Releases it.
         group_name: The group, for errors.
     """
@@ -29,10 +29,10 @@ class InUse(Generic[_Held]):
         self._lock = threading.Lock()  # held by the thread inside
 
     def call(self, use: Callable[..., _Result], *args: Any) -> _Result:
-        """Calls `use` with what is held, and with `args`; raises GroupBrokenError where that was closed."""
+        """Calls `use` with the object and `args`; raises GroupBrokenError after `close`."""
         try:
-            # No signal handler runs between the `__enter__` of a lock, which is C code, and the block behind it: an
-            # exception such as that of Ctrl-C can't leave the lock taken.
+            # No signal handler runs between a lock's `__enter__`, which is C code, and its block: KeyboardInterrupt
+            # can't leave the lock taken.
             with self._lock:
                 if self._is_closed or not self._held:
                     raise GroupBrokenError(group_name=self._group_name, detail="the communicator was closed")
@@ -46,7 +46,7 @@ class InUse(Generic[_Held]):
 
         Any thread may call it, more than once.
         """
-        self._is_closed = True  # first: whoever takes the lock behind this finds it closed
+        self._is_closed = True  # first: a thread that takes the lock later sees it closed
         self._leave()
 
     def _leave(self) -> None:

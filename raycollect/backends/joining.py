@@ -1,4 +1,4 @@
-"""What members publish while they join a group, and the error that names those who don't."""
+"""Values that members publish while they join a group, and the error that names the missing ranks."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from raycollect.core.model import GroupSpec
 from raycollect.core.protocols import Rendezvous
 from raycollect.errors import CollectiveTimeoutError
 
-_Told = TypeVar("_Told")
+_Value = TypeVar("_Value")
 
 
 def gathered(
-    codec: Codec[_Told], rendezvous: Rendezvous, spec: GroupSpec, name: str, ranks: Iterable[int], timeout_s: float
-) -> dict[int, _Told]:
-    """Returns what each rank has published under a name; CollectiveTimeoutError names those that have not in time."""
+    codec: Codec[_Value], rendezvous: Rendezvous, spec: GroupSpec, name: str, ranks: Iterable[int], timeout_s: float
+) -> dict[int, _Value]:
+    """Returns the value that each rank has published under a name; CollectiveTimeoutError names the missing ranks."""
     until_s = time.monotonic() + timeout_s
-    found, missing = {}, []
+    values, missing = {}, []
     for rank in ranks:
         try:
-            found[rank] = codec.decode(rendezvous.get(f"{name}.{rank}", max(until_s - time.monotonic(), 0.001)))
+            values[rank] = codec.decode(rendezvous.get(f"{name}.{rank}", max(until_s - time.monotonic(), 0.001)))
         except CollectiveTimeoutError:
             missing.append(rank)
     if missing:
         raise not_joined(spec, missing, timeout_s)
-    return found
+    return values
 
 
 def not_joined(spec: GroupSpec, missing: Sequence[int], timeout_s: float, trouble: str = "") -> CollectiveTimeoutError:
-    """Makes the error of a rank that has waited in vain for others to join; `trouble`: the last failure here."""
+    """Makes the error of a rank that timed out waiting for others to join; `trouble`: its last failure."""
     what = f"ranks {list(missing)} did not come, or could not be reached, within {timeout_s:g} s"
     last = f"; the last that failed here: {trouble}" if trouble else ""
     return CollectiveTimeoutError(

@@ -22,26 +22,26 @@ from raycollect.errors import (
     refusal,
 )
 
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 
 
 def check_arrival(arrival: bytes, limit_nbytes: int, group_name: str, rank: int) -> None:
     """Raises UnsupportedError if an arrival is too long for the agreement."""
     if len(arrival) > limit_nbytes:
-        found = f"of so many tensors that their description takes {len(arrival)} bytes"
+        actual = f"of so many tensors that their description takes {len(arrival)} bytes"
         expected = f"at most {limit_nbytes}: several operands, one after the other"
-        violation = Violation(kind="unsupported", rank=rank, field="operand", found=found, expected=expected)
+        violation = Violation(kind="unsupported", rank=rank, field="operand", found=actual, expected=expected)
         raise refusal("", group_name, (violation,))
 
 
 def late(group_name: str, launch: Launch, what: str = "end", hint: str = "") -> CollectiveTimeoutError:
-    """Makes the error of a rank whose launch lasts too long; `what` it did not do."""
+    """Makes the error of a launch that timed out before it could do `what`."""
     detail = f"launch {launch.seq} did not {what} within {launch.timeout_s:g} s{hint}"
     return CollectiveTimeoutError(group_name=group_name, timeout_s=launch.timeout_s, detail=detail)
 
 
 def absent(group_name: str, launch: Launch, missing: Sequence[int]) -> CollectiveTimeoutError:
-    """Makes the error of a rank that has waited in vain for others."""
+    """Makes the error of a rank that timed out waiting for others."""
     detail = f"launch {launch.seq}: ranks {list(missing)} did not come within {launch.timeout_s:g} s"
     return CollectiveTimeoutError(
         group_name=group_name, missing=tuple(missing), timeout_s=launch.timeout_s, detail=detail
@@ -54,12 +54,12 @@ def aborted(group_name: str, launch: Launch, rank: int) -> PlanAbortedError:
 
 
 def recognized(brought: Sequence[bytes], expected: Sequence[bytes] | None) -> Sequence[bytes]:
-    """Returns what an agreement has brought: the very object `expected` if it is that; see `Communicator.agree`."""
+    """Returns the arrivals of an agreement, as the object `expected` if they are equal; see `Communicator.agree`."""
     return brought if expected is None or list(map(bytes, brought)) != list(expected) else expected
 
 
 def chunks(size: int, step: int) -> Iterator[tuple[int, int]]:
-    """Cuts `size` elements into ranges [lo, hi) of at most `step`; none if there are no elements."""
+    """Cuts `size` elements into ranges [lo, hi) of at most `step` elements."""
     step = max(1, step)
     for lo in range(0, size, step):
         yield lo, min(lo + step, size)
@@ -71,7 +71,7 @@ def metered(size: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 def metered_at(size: int, cuts: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Does the same, and cuts at these places."""
+    """Does the same, and cuts at these positions."""
     meter = here()
     base, each = meter.base, meter.span / size
     lo = 0
@@ -83,29 +83,29 @@ def metered_at(size: int, cuts: Iterable[int]) -> Iterator[tuple[int, int]]:
     meter.part = base + size * each
 
 
-def clipped(one: Any, lo: int, hi: int) -> tuple[int, int]:
+def clipped(piece: Any, lo: int, hi: int) -> tuple[int, int]:
     """Clips a range of the largest piece to the `size` of this piece; may be empty."""
-    hi = min(hi, one.size)
+    hi = min(hi, piece.size)
     return min(lo, hi), hi
 
 
-def remembered(kernels: Sequence[Kernel], name: str, find: Callable[[Sequence[Kernel]], _Found]) -> _Found:
+def remembered(kernels: Sequence[Kernel], name: str, find: Callable[[Sequence[Kernel]], _Result]) -> _Result:
     """Caches a result about kernels that run together, in the first one's memo, while it runs with the same others."""
     first, *rest = kernels
-    known: tuple[list[Kernel], _Found] | None = first.memo.get(name)
-    if known is not None and len(known[0]) == len(rest) and all(map(operator.is_, known[0], rest)):
-        return known[1]
-    found = find(kernels)
-    first.memo[name] = (rest, found)  # not with itself: a cycle would keep the tensors
-    return found
+    cached: tuple[list[Kernel], _Result] | None = first.memo.get(name)
+    if cached is not None and len(cached[0]) == len(rest) and all(map(operator.is_, cached[0], rest)):
+        return cached[1]
+    result = find(kernels)
+    first.memo[name] = (rest, result)  # without `first`: a cycle would keep the tensors
+    return result
 
 
 def source(kernel: Kernel) -> Flat:
     """Returns the source of a kernel with one array per side, as a cached flat row."""
-    found: Flat | None = kernel.memo.get("source")
-    if found is None:
-        found = kernel.memo["source"] = row(kernel.src)
-    return found
+    flat: Flat | None = kernel.memo.get("source")
+    if flat is None:
+        flat = kernel.memo["source"] = row(kernel.src)
+    return flat
 
 
 def row(array: Array | Flat) -> Flat:
@@ -115,13 +115,13 @@ def row(array: Array | Flat) -> Flat:
 
 def reduction(kernel: Kernel) -> tuple[Flat, Flat]:
     """Returns source and target of a reduction, of equal size and dtype."""
-    found: tuple[Flat, Flat] | None = kernel.memo.get("reduction")
-    if found is None:
+    sides: tuple[Flat, Flat] | None = kernel.memo.get("reduction")
+    if sides is None:
         src = source(kernel)
-        found = src, src if kernel.dst is kernel.src else row(kernel.dst)
-        check_fit(kernel, *found)
-        kernel.memo["reduction"] = found
-    return found
+        sides = src, src if kernel.dst is kernel.src else row(kernel.dst)
+        check_fit(kernel, *sides)
+        kernel.memo["reduction"] = sides
+    return sides
 
 
 def scattered_reduction(kernel: Kernel, ranks: Sequence[int], rank: int) -> tuple[tuple[Flat, ...], Flat]:
@@ -132,25 +132,25 @@ def scattered_reduction(kernel: Kernel, ranks: Sequence[int], rank: int) -> tupl
 
 
 def transfers(kernel: Kernel, ranks: Sequence[int], rank: int) -> tuple[dict[int, Flat], dict[int, Flat]]:
-    """Returns what a rank sends to and receives from each rank in an ALLGATHER, GATHER, SCATTER or ALLTOALL.
+    """Returns the arrays that a rank sends to and receives from each rank in an ALLGATHER, GATHER, SCATTER or ALLTOALL.
 
     Ranks with nothing to exchange are left out. The rank itself is included; see `keep_own`. Raises InternalError if
     the pieces do not match the ranks, or one is larger than `Kernel.most`.
     """
     is_root, root = rank == kernel.peer, (kernel.peer,)
 
-    def one(array: Any, peers: Sequence[int]) -> dict[int, Flat]:
+    def same(array: Any, peers: Sequence[int]) -> dict[int, Flat]:
         return dict.fromkeys(peers, Flat(array))
 
     def each(side: Any) -> dict[int, Flat]:
         return dict(zip(ranks, pieces(kernel, side, ranks), strict=True))
 
     if kernel.kind is OpKind.ALLGATHER:
-        give, take = one(kernel.src, ranks), each(kernel.dst)
+        give, take = same(kernel.src, ranks), each(kernel.dst)
     elif kernel.kind is OpKind.GATHER:
-        give, take = one(kernel.src, root), each(kernel.dst) if is_root else {}
+        give, take = same(kernel.src, root), each(kernel.dst) if is_root else {}
     elif kernel.kind is OpKind.SCATTER:
-        give, take = each(kernel.src) if is_root else {}, one(kernel.dst, root)
+        give, take = each(kernel.src) if is_root else {}, same(kernel.dst, root)
     else:
         give, take = each(kernel.src), each(kernel.dst)
     if rank in give and rank in take:
@@ -186,7 +186,7 @@ def keep_own(give: dict[int, Flat], take: dict[int, Flat], rank: int, step: int)
 
 
 def movement(kernel: Kernel, *, is_root: bool) -> tuple[Flat | None, Flat | None, Flat]:
-    """Returns what a rank reads and writes in a broadcast, send or receive; third, whichever there is.
+    """Returns the arrays that a rank reads and writes in a broadcast, send or receive; third, the one that is not None.
 
     The root reads `src` (or `dst`, if that is its only array), and writes `dst` only if it is another array.
     """

@@ -1,4 +1,4 @@
-"""Backend `local`: groups of one rank. Each operation copies what the rank gives to where it receives."""
+"""Backend `local`: groups of one rank. Each operation copies the source to the target."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LocalCommunicator(Exchanged):
         return recognized([arrival], expected)
 
     def abort(self, seq: int) -> None:
-        """Lets nothing more of that launch run; there are no waits."""
+        """Makes the rest of that launch raise; it has no waits."""
         self._aborted.add(seq)
 
     def _run(self, launch: Launch, kernel: Kernel) -> None:

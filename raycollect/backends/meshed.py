@@ -1,12 +1,12 @@
 """The mesh: sockets of backend `tcp` that communicators of libraries for CPU memory use beside the library.
 
 =====================  ================================================================================================
-agreement              names ranks that do not come, and an abort wakes those who wait
+agreement              names missing ranks, and an abort wakes waiting ranks
 kernels up to          they are faster without a library's rounds and threads
 `MESH_UP_TO_NBYTES`
 kernels that the       the GIL is free, an abort wakes, and elements are folded in rank order; a broadcast between hosts
 library does worse     enters each host once: in gloo's tree, most ranks get it from another host
-a kernel that fails    unresponsive ranks are found (`silent`): the library does not say for whom it waited
+a kernel that fails    unresponsive ranks are found (`silent`): the library does not name them
 =====================  ================================================================================================
 """
 
@@ -31,7 +31,7 @@ _REDUCTIONS = (OpKind.ALLREDUCE, OpKind.REDUCE)
 _ARITHMETIC = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.AVG)
 _ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
-# gloo's messages for a connection whose other end is gone; the rank and the cause come from elsewhere
+# gloo's messages for a connection whose peer has ended it; they name neither rank nor cause
 _PEER_GONE = re.compile(r"closed by peer|reset by peer|broken pipe|read error|write error", re.IGNORECASE)
 
 
@@ -44,9 +44,9 @@ def descriptors(world_size: int) -> int:
 
 
 def is_as_numpy(op: ReduceOp, dtype: str) -> bool:
-    """Tells whether a library that has the dtype, and reduces by a ring, gives what numpy gives.
+    """Tells whether a library that has the dtype, and reduces by a ring, has numpy's results.
 
-    Not so for MIN and MAX of floats: whether a comparison keeps a NaN depends on its place in the ring.
+    MIN and MAX of floats differ: whether a comparison keeps a NaN depends on its position in the ring.
     """
     return op in _ARITHMETIC or (op in _ORDERED and not dtype.startswith("float"))
 
@@ -97,7 +97,7 @@ class Meshed(Exchanged):
         return super().end(launch, ok, owed)
 
     def close(self) -> None:
-        """Closes the mesh; the library is for the subclass."""
+        """Closes the mesh; the subclass closes the library."""
         super().close()
         self._mesh.close()
 
@@ -106,7 +106,7 @@ class Meshed(Exchanged):
         return self._mesh.lost(rank)
 
     def _is_for_library(self, launch: Launch, kernel: Kernel) -> bool:
-        # The same on all ranks of the launch; what is not for the library is for the mesh.
+        # The same on all ranks of the launch. Other kernels run on the mesh.
         sample = kernel.sample
         if isinstance(sample, DeviceArray):
             return True
@@ -116,7 +116,7 @@ class Meshed(Exchanged):
         return kernel.kind not in _REDUCTIONS or op is None or self._is_native(op, sample.dtype.name)
 
     def _failed(self, exc: BaseException, launch: Launch, kernel: Kernel) -> BaseException:
-        # The error to raise for a failed kernel of the library, which is unusable now.
+        # The error to raise for a failed kernel of the library, which is now unusable.
         group_name, limit_s = self._group_name, launch.timeout_s
         said = str(exc.__cause__) if isinstance(exc, KernelError) else ""
         if _PEER_GONE.search(said):

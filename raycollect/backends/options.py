@@ -1,7 +1,7 @@
 """The options passed to groups in the shape of Ray's `BaseGroup`: one class per operation, names as in Ray.
 
-Values are fields of each instance; as class attributes, as in Ray, one call's reduce op would change the default of the
-process.
+Values are fields of each instance: with class attributes, as in Ray, one call's reduce op would change the process's
+default.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""CUDA streams: which work a kernel follows, and how this process learns that the kernel has ended.
+"""CUDA streams: the work that a kernel follows, and how this process learns that the kernel has ended.
 
 GPU work runs in the order of its stream, and streams are independent of each other. A communicator has its own stream.
-Before each kernel this stream waits for what the caller has enqueued: on cupy's and torch's current streams of the
-calling thread, and on the default stream. A kernel has ended when the event after it is done, which the host queries;
-so whatever the caller enqueues next, on any stream, comes after it.
+Before each kernel this stream waits for the caller's work on cupy's and torch's current streams of the calling thread,
+and on the default stream. A kernel has ended when the event after it is done, which the host queries; so the caller's
+later work, on any stream, follows the kernel.
 
 A call that another thread makes for its caller follows the caller's mark instead (`mark`, `after`). Work that a method
 leaves on its own stream is joined to the default stream when its tensors are kept (`settle`). Copies between devices
 follow the caller's streams on both (`follow`). Repeated work is captured on a separate stream (`captured`), so that a
 failed capture leaves the communicator's stream intact.
 
-Events are reused: no call creates one. Where cupy was not imported yet, torch's streams are settled by torch.
+Events are reused: no call creates one. Without cupy, torch settles its own streams.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from raycollect.backends.device_arrays import device_id
 from raycollect.core import threads
 from raycollect.core.model import TensorInfo
 
-# A wait for a device asks again at once for so long: the shortest sleep of the host lasts longer than a small kernel.
+# A wait for a device first polls without sleeping: the shortest sleep of the host lasts longer than a small kernel.
 # Then it sleeps for a fraction of its duration between two queries, at most `_PAUSE_S`
 _SPIN_S, _PATIENCE, _PAUSE_S = 0.0002, 50, 0.0005
 DEFAULT = 0  # The pointer of the default stream, which waits for all streams that are not non-blocking
@@ -43,12 +43,12 @@ class Mark:
 
     def __init__(self, events: dict[int, list[Any]]) -> None:
         self.events: dict[int, list[Any]] = events  # device -> the events to follow
-        # No `__del__`: where a mark is in a cycle, those of its events would be called with it, and end them.
+        # No `__del__`: the garbage collector would finalize a mark in a cycle together with its events.
         weakref.finalize(self, _give_back, _free, events).atexit = False
 
 
 class _Thread(threading.local):
-    """What a thread's kernels follow instead of its own streams."""
+    """The mark that a thread's kernels follow instead of its own streams."""
 
     mark: Mark | None = None
 
@@ -81,21 +81,21 @@ class GroupStream:
             with on_stream(self.stream, self._device):
                 try:
                     yield
-                finally:  # what was enqueued before a failure runs all the same
+                finally:  # work enqueued before a failure runs all the same
                     self._after.record(self.stream)
 
     def has_ended(self) -> bool:
         """Tells whether the work of the last `entered` is done; raises cupy's error if the device has failed."""
-        return _is_done(self._cuda.runtime.eventQuery(self._after.ptr))  # to `Event.done`, what failed is under way
+        return _is_done(self._cuda.runtime.eventQuery(self._after.ptr))  # `Event.done` is False after a failure
 
     def _follow(self) -> None:
-        runtime, told = self._cuda.runtime, _thread.mark
-        if told is not None:
-            for event in told.events.get(self._device, ()):
+        runtime, progress = self._cuda.runtime, _thread.mark
+        if progress is not None:
+            for event in progress.events.get(self._device, ()):
                 runtime.streamWaitEvent(self.stream.ptr, event.ptr)
             return
         for pointer in _current(self._device):
-            runtime.eventRecord(self._before.ptr, pointer)  # a wait stays as it was when the event is recorded again
+            runtime.eventRecord(self._before.ptr, pointer)  # recording the event again does not change earlier waits
             runtime.streamWaitEvent(self.stream.ptr, self._before.ptr)
 
 
@@ -103,17 +103,17 @@ def current_device() -> int | None:
     """Returns the calling thread's current device; None if there is none, or cupy was not imported."""
     try:
         return int(sys.modules["cupy"].cuda.runtime.getDevice())
-    except Exception:  # noqa: BLE001 - not imported, or no driver: cupy's own, in many kinds
+    except Exception:  # noqa: BLE001 - not imported, or no driver: cupy raises many kinds
         return None
 
 
 @contextmanager
 def on_device(device: int | None) -> Iterator[None]:
-    """Makes a device the calling thread's current one inside; None: leaves things as they are.
+    """Makes a device the calling thread's current one inside; None: does nothing.
 
-    Setting a device makes a context on it, which takes about 0.5 GB there, and cupy's `Device` also sets the one before
-    again. So nothing is set where the device is current already, and nothing is set back in threads that run no code of
-    users.
+    Setting a device makes a context on it, which takes about 0.5 GB there, and cupy's `Device` also restores the
+    previous one. So nothing is set if the device is already current, and nothing is restored in threads that run no
+    user code.
     """
     if device is None or device == current_device():
         yield
@@ -157,14 +157,14 @@ def wait(has_ended: Callable[[], bool], check: Callable[[], None]) -> None:
 
 
 def has_drained(has_ended: Callable[[], bool], limit_s: float) -> bool:
-    """Waits until a device is done, after a failure; False where it is not in time. Raises what `has_ended` raises."""
+    """Waits until a device is done, after a failure; False if it is not in time. Raises the errors of `has_ended`."""
     until_s = time.monotonic() + limit_s
     wait(lambda: has_ended() or time.monotonic() > until_s, lambda: None)
     return has_ended()
 
 
 def pause(waited_s: float) -> None:
-    """Sleeps between two queries of a device that has been waited for so long; not at first."""
+    """Sleeps between two queries of a device, depending on the time waited so far; not at first."""
     if waited_s > _SPIN_S:
         time.sleep(min(waited_s / _PATIENCE, _PAUSE_S))
 
@@ -184,13 +184,12 @@ def captured(device: int, enqueue: Callable[[int], object]) -> Any:
     with on_device(device):
         stream = cuda.Stream(non_blocking=True)
         with on_stream(stream, device):
-            # Relaxed: what other threads do meanwhile, such as asking events or allocating, neither fails by it nor
-            # spoils it.
+            # Relaxed: queries and allocations of other threads neither fail nor invalidate the capture.
             stream.begin_capture(cuda.runtime.streamCaptureModeRelaxed)
             try:
                 enqueue(int(stream.ptr))
             except BaseException:
-                with suppress(Exception):  # it was spoilt
+                with suppress(Exception):  # it was invalidated
                     stream.end_capture()
                 raise
             return stream.end_capture()
@@ -204,7 +203,7 @@ def mark(tensors: Sequence[TensorInfo]) -> Mark | None:
     for device in _devices(tensors):
         try:
             cuda = import_module("cupy").cuda
-        except ImportError:  # then no kernel of ours follows a mark
+        except ImportError:  # then no kernel follows a mark
             return None
         with on_device(device):
             for pointer in _current(device):
@@ -215,9 +214,9 @@ def mark(tensors: Sequence[TensorInfo]) -> Mark | None:
 
 
 @contextmanager
-def after(told: Mark | None) -> Iterator[None]:
+def after(progress: Mark | None) -> Iterator[None]:
     """Makes kernels that the calling thread launches inside follow a mark; None: its own streams."""
-    before, _thread.mark = _thread.mark, told
+    before, _thread.mark = _thread.mark, progress
     try:
         yield
     finally:
@@ -241,7 +240,7 @@ def settle(tensors: Iterable[TensorInfo]) -> None:
 
 
 def _settle_torch(device: int) -> None:
-    # Where cupy was not imported, only torch has streams; and cupy, which takes seconds to import, may be missing.
+    # Without cupy, only torch has streams; importing cupy takes seconds, and it may be missing.
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         default, current = torch.cuda.default_stream(device), torch.cuda.current_stream(device)
@@ -267,7 +266,7 @@ def follow(device: int, others: Iterable[int] = ()) -> int:
 
 
 def _devices(tensors: Iterable[TensorInfo]) -> set[int]:
-    return {device_id(one.device) for one in tensors if one.device.startswith("cuda")}
+    return {device_id(tensor.device) for tensor in tensors if tensor.device.startswith("cuda")}
 
 
 def _give_back(to: dict[int, list[Any]], events: dict[int, list[Any]]) -> None:
@@ -284,8 +283,8 @@ def _event(cuda: Any, device: int) -> Any:
 
 def _current(device: int) -> Sequence[int]:
     # The default stream, cupy's and torch's current ones.
-    found = {DEFAULT: None, int(import_module("cupy").cuda.get_current_stream(device).ptr): None}
+    pointers = {DEFAULT: None, int(import_module("cupy").cuda.get_current_stream(device).ptr): None}
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        found[int(torch.cuda.current_stream(device).cuda_stream)] = None
-    return tuple(found)
+        pointers[int(torch.cuda.current_stream(device).cuda_stream)] = None
+    return tuple(pointers)

@@ -1,4 +1,4 @@
-"""Says why a value that looks like a tensor is not accepted by collectives, and what to pass instead.
+"""Explains why collectives don't accept a value that looks like a tensor, and suggests a replacement.
 
 This runs only when a value is refused or is sent by value.
 """
@@ -14,7 +14,7 @@ import numpy as np
 from raycollect.backends.elements import TORCH_DTYPES, is_number, torch_name
 from raycollect.errors.text import a_type
 
-# Kind of a numpy type that is not a number -> what is wrong with it
+# Kind of a numpy type that is not a number -> the problem
 _KINDS = {
     **dict.fromkeys("UST", "whose elements are text (give numbers: x.astype(float), or a code for each text)"),
     "O": "whose elements are objects of Python (give numbers: x.astype(float), or a list of arrays)",
@@ -24,8 +24,8 @@ _KINDS = {
 }
 
 
-def told(value: object) -> str:
-    """Describes a value that is not a tensor: its type, and why it is none if it looks like one."""
+def describe_value(value: object) -> str:
+    """Describes a value that is not a tensor: its type, and the reason if it looks like a tensor."""
     what = a_type(value, in_full=True)
     if isinstance(value, np.ndarray) and type(value) not in (np.ndarray, np.memmap):
         plain = "x.filled()" if isinstance(value, np.ma.MaskedArray) else "numpy.asarray(x)"
@@ -47,7 +47,7 @@ def told(value: object) -> str:
 def resolved(value: Any) -> Any:
     """Returns a copy of a lazily conjugated or negated torch tensor with real elements; else the value itself.
 
-    A collective does not take such copies: it would not see later changes of the tensor, nor could it write to it.
+    A collective does not take such copies: a copy misses later changes of the tensor, and can't be its output.
     """
     is_lazy = _is_torch(value) and (value.is_conj() or value.is_neg())
     return value.resolve_conj().resolve_neg() if is_lazy else value
@@ -58,11 +58,11 @@ def _is_torch(value: object) -> bool:
 
 
 def _torch_type(*names: str) -> Any:
-    """A type of torch by its path there, for `isinstance`; no type where torch was not imported."""
-    found: Any = sys.modules.get("torch")
+    """A type of torch by its path, for `isinstance`; () if torch was not imported."""
+    result: Any = sys.modules.get("torch")
     for name in names:
-        found = getattr(found, name, ())
-    return found or ()
+        result = getattr(result, name, ())
+    return result or ()
 
 
 # (condition, description) of a torch tensor x; the first that holds counts
@@ -86,5 +86,5 @@ _TORCH: tuple[tuple[Callable[[Any, Any], bool], str], ...] = (
         lambda torch, x: x.is_conj() or x.is_neg(),
         " that is a view still to be conjugated or negated (give x.resolve_conj().resolve_neg(), which is a copy)",
     ),
-    (lambda torch, x: x.numel() > 0 and not x.untyped_storage().nbytes(), " whose storage was given back"),
+    (lambda torch, x: x.numel() > 0 and not x.untyped_storage().nbytes(), " whose storage was freed"),
 )

@@ -6,7 +6,7 @@
 `loop`, `endpoint`        one thread that watches sockets; a control connection on it
 `stream`                  a connection in blocking mode
 `server`, `client`        the listening end, the connecting ends
-`mailbox`                 brings plans, and tells of their ends, through shared memory
+`mailbox`                 sends plans, and reports their ends, through shared memory
 `refusals`                logs refused clients
 ========================  ====================================================================
 """

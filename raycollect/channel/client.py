@@ -1,4 +1,4 @@
-"""The connecting ends: the controller's hub of control connections, and the client of a data connection."""
+"""The client ends: the controller's hub of control connections, and the client of a data connection."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from raycollect.channel.endpoint import Link, LinkHandler
 from raycollect.channel.loop import Loop
 from raycollect.channel.messages import Message
-from raycollect.channel.stream import Stream, open_stream
+from raycollect.channel.stream import SocketStream, open_stream
 from raycollect.core.model import Address
 from raycollect.errors import ConnectionLostError
 
@@ -27,14 +27,14 @@ class Hub:
         The hub's thread may call `handler` before this returns.
 
         Raises:
-            ConnectionLostError: Nobody answers there, or not in time, or the hub is closed.
+            ConnectionLostError: The address does not answer in time, or the hub is closed.
             AuthenticationError: One end doesn't hold the key.
-            ProtocolError: It is no raycollect endpoint, or of another version; or `hello` is too big.
+            ProtocolError: The peer is not a raycollect endpoint of this version; or `hello` is too big.
         """
         return self.adopt(open_stream(address, "control", hello, timeout_s), hello, handler)
 
-    def adopt(self, stream: Stream, hello: dict[str, Any], handler: LinkHandler) -> Link:
-        """Takes over a control connection that this end has opened, with all that was received and not yet asked for.
+    def adopt(self, stream: SocketStream, hello: dict[str, Any], handler: LinkHandler) -> Link:
+        """Takes over a control connection that this end has opened, with its pending events.
 
         Raises:
             ConnectionLostError: The hub is closed.
@@ -47,7 +47,7 @@ class Hub:
         return link
 
     def later(self, delay_s: float, call: Callable[[], None]) -> bool:
-        """Makes a call on the hub's thread after a while; False where the hub is closed."""
+        """Makes a call on the hub's thread after a delay; False if the hub is closed."""
 
         def begin() -> None:
             self._loop.call_later(delay_s, call)
@@ -63,7 +63,7 @@ class DataClient:
     """Fetches from one participant, blocking; for one thread at a time (the caller locks)."""
 
     def __init__(self, address: Address, timeout_s: float) -> None:
-        """Connects; `timeout_s` is also the default for each answer. Raises what `open_stream` does."""
+        """Connects; `timeout_s` is also the default for each answer. Raises the errors of `open_stream`."""
         self._timeout_s = timeout_s
         self._stream = open_stream(address, "data", {}, timeout_s)
 
@@ -76,7 +76,7 @@ class DataClient:
         """Sends a request and waits for its answer; an answer's blob must be read before the next request.
 
         Raises:
-            ConnectionLostError: The connection ended, or the time was up; the client is closed.
+            ConnectionLostError: The connection ended, or timed out; the client is closed.
             ProtocolError: The request can't be sent or the answer breaks a rule.
             AuthenticationError: The answer was forged.
         """
@@ -85,7 +85,7 @@ class DataClient:
         return self._stream.receive(limit_s)
 
     def tell(self, message: Message) -> None:
-        """Sends a message that has no answer; raises ConnectionLostError."""
+        """Sends a message without an answer; raises ConnectionLostError."""
         self._stream.send(message, timeout_s=self._timeout_s)
 
     def receive_blob(self, *into: memoryview) -> None:
@@ -93,7 +93,7 @@ class DataClient:
 
         Raises:
             ConnectionLostError: The connection ended, or paused for longer than the client's limit.
-            ProtocolError: `into` is longer than what is left of the blob.
+            ProtocolError: `into` is longer than the rest of the blob.
         """
         self._stream.receive_blob(into, self._timeout_s)
 

@@ -1,4 +1,4 @@
-"""A control connection on a `Loop`: the common part of the server and the controller's hub."""
+"""A control connection on a `Loop`, used by the server and the controller's hub."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from raycollect.errors import ChannelError, ConnectionLostError, ProtocolError, 
 
 _log = logging.getLogger("raycollect")
 
-MAX_QUEUED_NBYTES = 64 << 20  # may wait for a peer that doesn't read; beyond it, the link ends
+MAX_QUEUED_NBYTES = 64 << 20  # may be queued for a peer that doesn't read; beyond it, the link ends
 _LINGER_S = 1.0
 _AGAIN_S = 0.001
 _LAST_READS = 64
-_PAUSE_S = 5.0  # After such a pause nobody knows whether the peer's host still answers
+_PAUSE_S = 5.0  # After such a pause the peer's host may be unreachable
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
@@ -35,25 +35,25 @@ class LinkHandler(Protocol):
     """Receives a link's messages. Called on the loop's thread: be quick, never block."""
 
     def received(self, link: Link, message: Message) -> None:
-        """A message came; on one link in the order in which they were sent."""
+        """Handles a message; those of one link in the order in which they were sent."""
         ...
 
     def closed(self, link: Link, reason: ChannelError) -> None:
-        """The link has ended, by whichever end; called exactly once, and last."""
+        """Handles the end of the link, by either end; called exactly once, and last."""
         ...
 
 
 class _Phase(enum.Enum):
     OPEN = enum.auto()
-    CLOSING = enum.auto()  # this end closed: what is queued goes out, what comes in is dropped
+    CLOSING = enum.auto()  # this end closed: queued messages are sent, received ones dropped
     CLOSED = enum.auto()
 
 
 class Link:
     """An open control connection. `send` and `close` may be called by any thread, also by finalizers.
 
-    The peer takes no frame but the next. So messages wait in line, and one thread at a time numbers and writes them
-    all: nobody waits for it, no signal handler runs in between, and what a finalizer sends in the middle comes next.
+    The peer accepts frames in sequence only. So messages are queued, and one thread at a time numbers and writes them
+    all: other threads don't wait for it, no signal handler runs in between, and a finalizer's message is sent next.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class Link:
         self._loop = loop
         self._sock = sock
         self._connection = connection
-        self._handler: LinkHandler | None = handler  # None: it was told of the end
+        self._handler: LinkHandler | None = handler  # None after its `closed`
         self._line: deque[bytes] = deque()  # the payloads of messages that have no number yet
-        self._lock = threading.Lock()  # held by whoever numbers and writes
+        self._lock = threading.Lock()  # held by the thread that numbers and writes
         self._phase = _Phase.OPEN
         self._queue: deque[memoryview] = deque()
         self._queued_nbytes = 0
@@ -88,11 +88,11 @@ class Link:
         return self._phase is _Phase.CLOSED
 
     def send(self, message: Message) -> None:
-        """Sends a message, or queues what the socket doesn't take at once; never blocks.
+        """Sends a message, or queues the part that the socket doesn't take; never blocks.
 
         Raises:
             ConnectionLostError: The link has ended, or its peer doesn't read.
-            ProtocolError: The message can't be sent (too big, not plain values); the link goes on.
+            ProtocolError: The message can't be sent (too big, not plain values); the link stays open.
         """
         if self._phase is not _Phase.OPEN:
             raise ConnectionLostError(detail="the link is closed", peer=self.peer)
@@ -102,14 +102,14 @@ class Link:
             raise anew(lost)
 
     def close(self) -> None:
-        """Ends the link, after what was sent has gone out, or a second. May be called twice."""
+        """Ends the link, after the queued messages were sent, or a second. May be called twice."""
         with Deferred():
             if self._phase is _Phase.OPEN:
                 self._phase = _Phase.CLOSING
                 self._loop.call_soon(self._drain)
 
     def _write_line(self) -> ConnectionLostError | None:
-        """Writes all that waits in line, unless somebody does so, who looks again afterwards."""
+        """Writes all queued messages, unless another thread does so, which checks again afterwards."""
         lost = None
         with Deferred():
             while self._line and not self._has_ended and self._lock.acquire(blocking=False):
@@ -150,14 +150,14 @@ class Link:
         return None
 
     def attach(self, events: Iterable[Event]) -> None:
-        """Starts reading, after `events` that came in with the handshake's last bytes."""
+        """Starts reading, after `events` that were received with the handshake's last bytes."""
         self._loop.owned.add(self)
         self._loop.watch(self._sock, _READ, self._on_ready)
         self.deliver(events)
 
     def end(self, reason: ChannelError) -> None:
-        """Closes the socket at once, and tells the handler if it was not told."""
-        is_mine = self._lock.acquire(timeout=_LINGER_S)  # nobody writes to a descriptor that is closed, and taken again
+        """Closes the socket at once, and notifies the handler unless it was notified."""
+        is_mine = self._lock.acquire(timeout=_LINGER_S)  # no thread writes to a closed and reused descriptor
         self._phase = _Phase.CLOSED
         self._queue.clear()
         if is_mine:
@@ -170,7 +170,7 @@ class Link:
         self._announce(reason)
 
     def _announce(self, reason: ChannelError) -> None:
-        handler, self._handler = self._handler, None  # which may hold this link, and more
+        handler, self._handler = self._handler, None  # the handler may hold this link
         if handler is not None:
             threads.survives(handler.closed, self, reason)
 
@@ -180,11 +180,11 @@ class Link:
                 self._flush()
             if ready & _READ:
                 self._read()
-        except Exception as exc:  # noqa: BLE001 - any: what was half done can't be gone on with
+        except Exception as exc:  # noqa: BLE001 - the state is unknown after any exception
             self.fail(threads.failed("reading a connection", exc))
 
     def fail(self, error: threads.Failure) -> None:
-        """Ends the link after a failure of this end, which leaves its state unknown; the peer is told why."""
+        """Ends the link after a failure of this end, which leaves its state unknown; sends the peer the reason."""
         reason = ConnectionLostError(detail=f"this end failed: {error.detail}", peer=self.peer)
         try:
             self.send(Broken(detail=error.detail))
@@ -195,7 +195,7 @@ class Link:
             self._drain(reason)
 
     def _read(self) -> bool:
-        """Reads once; False when there was nothing to read."""
+        """Reads once; False without data."""
         if self._phase is _Phase.CLOSED:
             return False
         try:
@@ -233,7 +233,7 @@ class Link:
                     _log.warning("%r is ended: %s", self, exc.detail)
                     exc.peer = self.peer
                     self.end(exc)
-                except Exception as exc:  # noqa: BLE001 - handlers deal with what they know how to go on from
+                except Exception as exc:  # noqa: BLE001 - handlers catch the exceptions that they can recover from
                     self.fail(threads.failed(f"taking in {type(event).__name__}", exc))
 
     def _watch_writes(self) -> None:
@@ -242,7 +242,7 @@ class Link:
 
     def _flush(self) -> None:
         if not self._lock.acquire(blocking=False):
-            return  # the socket is ready the next time, too
+            return  # the socket stays ready
         try:
             is_done = self._flush_queue()
         finally:
@@ -267,18 +267,18 @@ class Link:
         except (BlockingIOError, InterruptedError):
             return False
         except OSError:
-            self._queue.clear()  # reading tells what happened, after what the peer said last
+            self._queue.clear()  # reading reports the cause, after the peer's last messages
         return True
 
     def _give_up(self, reason: ConnectionLostError) -> None:
-        # After reading what the peer said last, which may be why it can't be written.
+        # Reads the peer's last messages first, which may have the cause.
         for _ in range(_LAST_READS):
             if not self._read():
                 break
         self.end(reason)
 
     def _drain(self, reason: ConnectionLostError | None = None) -> None:
-        # A socket closed over unread input would reset, and the peer lose our last words.
+        # Closing a socket with unread input resets the connection, and the peer would lose the last messages.
         if self._phase is _Phase.CLOSED:
             return
         reason = reason or ConnectionLostError(detail="closed by this end", peer=self.peer)
@@ -286,7 +286,7 @@ class Link:
         if self._linger is None:
             self._linger = self._loop.call_later(_LINGER_S, partial(self.end, reason))
         self._write_line()
-        if self._line or self._lock.locked():  # somebody writes
+        if self._line or self._lock.locked():  # another thread writes
             self._loop.call_later(_AGAIN_S, partial(self._drain, reason))
         elif not self._queue:
             self._shut()

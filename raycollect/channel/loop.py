@@ -18,40 +18,40 @@ from raycollect.errors import ChannelError, ConnectionLostError
 _log = logging.getLogger("raycollect")
 
 _JOIN_TIMEOUT_S = 5.0
-_REST_S = 0.25  # how long a socket rests after its callback failed, in seconds
+_REST_S = 0.25  # how long a socket is unwatched after its callback failed, in seconds
 
 
 class Owned(Protocol):
-    """Anything that a loop ends when it stops."""
+    """An object that a loop ends when it stops."""
 
     def end(self, reason: ChannelError) -> None:
-        """Closes what it holds; may be called twice."""
+        """Closes its resources; may be called twice."""
         ...
 
 
 class Loop:
     """A thread that calls back when sockets are ready.
 
-    `call_soon` and `close` may be called by any thread, everything else by the loop's own thread only. `call_soon`
-    takes no lock: the garbage collector may call it, in any thread at any place.
+    `call_soon` and `close` may be called by any thread, all other methods by the loop's own thread only. `call_soon`
+    takes no lock: the garbage collector may call it, in any thread at any point.
     """
 
     def __init__(self, name: str) -> None:
-        self.owned: set[Owned] = set()  # its thread's own; ended when it stops
+        self.owned: set[Owned] = set()  # used by its thread only; ended when it stops
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = sockets.wake_pair()
         self._selector.register(self._wake_in, selectors.EVENT_READ, self._on_wake)
         self._calls: deque[Callable[[], None]] = deque()
         self._timers = TimerQueue()
         self._stopping = False
-        self.buffer: memoryview = memoryview(bytearray(256 * 1024))  # what all sockets of this thread are read into
+        self.buffer: memoryview = memoryview(bytearray(256 * 1024))  # shared by all sockets of this thread
         self._thread = threads.start(name, self._run)
 
     def call_soon(self, call: Callable[[], None]) -> bool:
-        """Makes a call on the loop's thread; False when it has stopped and never will."""
+        """Makes a call on the loop's thread; False if the loop has stopped."""
         self._calls.append(call)
-        if self._stopping:  # then the thread may have looked for the last time
-            with contextlib.suppress(ValueError):  # it has made the call, or makes it now
+        if self._stopping:  # the thread may have emptied the queue for the last time
+            with contextlib.suppress(ValueError):  # the thread makes the call
                 self._calls.remove(call)
                 return False
         if threading.current_thread() is not self._thread:
@@ -59,7 +59,7 @@ class Loop:
         return True
 
     def close(self) -> None:
-        """Ends all that the loop owns, and the thread; waits for it, unless called by it. May be called twice."""
+        """Ends all owned objects, and the thread; waits for it, unless called by it. May be called twice."""
         self._stopping = True
         self._wake()
         if threading.current_thread() is not self._thread:
@@ -68,21 +68,21 @@ class Loop:
                 _log.warning("%s does not end: one of its callbacks blocks", self._thread.name)
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: the thread will wake anyway; closed: the thread has ended
+        with contextlib.suppress(OSError):  # full: the thread wakes anyway; closed: the thread has ended
             self._wake_out.send(b"\0")
 
     def watch(self, sock: socket.socket, events: int, callback: Callable[[int], None]) -> None:
-        """Calls `callback(ready)` whenever one of the `events` of `selectors` is there."""
-        known = sock in self._selector.get_map()
-        (self._selector.modify if known else self._selector.register)(sock, events, callback)
+        """Calls `callback(ready)` whenever one of the `events` of `selectors` is ready."""
+        is_watched = sock in self._selector.get_map()
+        (self._selector.modify if is_watched else self._selector.register)(sock, events, callback)
 
     def unwatch(self, sock: socket.socket) -> None:
-        """Forgets a socket; one that is not watched is no error."""
+        """Stops watching a socket; ignores sockets that are not watched."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(sock)
 
     def call_later(self, delay_s: float, call: Callable[[], None]) -> Timer:
-        """Makes a call after a while."""
+        """Makes a call after a delay."""
         return self._timers.add(delay_s, call)
 
     def _run(self) -> None:
@@ -90,7 +90,7 @@ class Loop:
             threads.repeat(self._turn)
         finally:
             self._stopping = True
-            self._make_calls()  # what was asked for before the end: links to take over, and so to close
+            self._make_calls()  # earlier calls, such as links to take over, which are then closed
             reason = ConnectionLostError(detail="this end was closed")
             for owned in list(self.owned):
                 threads.survives(owned.end, reason)
@@ -100,7 +100,7 @@ class Loop:
             sockets.close((self._wake_in, self._wake_out))
 
     def _turn(self) -> bool:
-        """Does what is due, and waits where nothing is; False: the loop has to stop."""
+        """Makes due calls, or waits; False if the loop has to stop."""
         if not self._stopping:
             self._select()
         self._make_calls()
@@ -109,25 +109,25 @@ class Loop:
         return not self._stopping
 
     def _make_calls(self) -> None:
-        with contextlib.suppress(IndexError):  # there are no more
+        with contextlib.suppress(IndexError):  # no more calls
             while True:
                 threads.survives(self._calls.popleft())
 
     def _select(self) -> None:
-        # The thread holds nothing of what was ready while it waits for more.
+        # While it waits, the thread holds no reference to the last ready callbacks.
         left_s = self._timers.left_s() if self._timers.all else None
         for key, ready in self._selector.select(0.0 if self._calls else left_s):
             if not threads.survives(key.data, ready):
                 self._rest(key)
 
     def _rest(self, key: selectors.SelectorKey) -> None:
-        # What failed on a socket may fail again at once: it is left alone for a moment.
+        # A failing callback may fail again at once, so its socket is unwatched for a moment.
         sock = key.fileobj
         if not isinstance(sock, socket.socket):
             return
 
         def again() -> None:
-            if sock.fileno() >= 0:  # it was not closed meanwhile
+            if sock.fileno() >= 0:  # not closed meanwhile
                 self.watch(sock, key.events, key.data)
 
         self.unwatch(sock)

@@ -1,19 +1,19 @@
 """Letters of a controller to the participants of its host, in one segment of shared memory: plans without outputs.
 
-Each participant has a slot: a ring of `CELLS` cells, which the controller writes. Letter n is in the n-th cell, modulo
-the ring. Its number is written last, and says that the rest is there. The participant marks the cell, with the letter's
-number: when it has taken the letter, and, where the letter asks for that, when all participants have ended the plan
-well. So no cell is reset while the slot is in use, and an end that comes late, when the cell has a newer letter, is not
-marked. Whoever else has an end to tell, as every failure, tells it over the channel.
+Each participant has a slot: a ring of `CELLS` cells, which the controller writes. Letter n uses cell n, modulo the
+ring. Its number is written last, when the cell is complete. The participant marks the cell with the letter's number:
+when it has taken the letter, and, if the letter requests it, when all participants have completed the plan
+successfully. So cells are not reset while the slot is in use, and a late end, when the cell has a newer letter, is not
+marked. Other ends, such as failures, are reported over the channel.
 
-The controller wakes each participant as soon as its letter is written, which then begins while the letters of others
-are encoded. To wake all by one call at the end took 1.3 times as long with two participants, and gained nothing with
-sixteen. A participant reads the word at which it sleeps, then looks at its cell, and sleeps only while the word stays
-as it was. Threads of the controller do the same at a word of their own. Each process writes values that hardly any
-other one writes, so that whoever has read the word sees every change of it.
+The controller wakes each participant as soon as its letter is written, so that it begins while the letters of others
+are encoded. Waking all by one call at the end took 1.3 times as long with two participants, and was no faster with
+sixteen. A participant reads the word on which it sleeps, then its cell, and sleeps only while the word is unchanged.
+Threads of the controller do the same with their own word. Each process writes values that other processes hardly ever
+write, so that a reader of the word sees every change.
 
-A letter that finds no free cell, or is too long for one, goes over the channel instead. It may overtake others then, or
-be overtaken: the participant puts plans in order by their tickets.
+A letter without a free cell, or one that is too long, is sent over the channel instead. It may overtake other letters
+or be overtaken: the participant orders plans by their tickets.
 
 The memory is as trustworthy as the processes of this user.
 """
@@ -35,37 +35,37 @@ from raycollect.core.futex import FUTEX_NBYTES, STORES_IN_ORDER, Futex
 from raycollect.core.model import Segment
 
 CELLS = 16
-"""How many letters may be under way to one participant."""
+"""The most pending letters of one participant."""
 
 SLOTS = 1024
-"""How many participants may have a slot at once; the memory of a slot that is not used costs nothing."""
+"""The most participants with a slot; unused slots take no memory."""
 
 _NAME = "raycollect-mailbox"
 _CELL_NBYTES = 4096
-_HEAD_WORDS = 4  # number, mark, flags and length of what comes first, length
+_HEAD_WORDS = 4  # number, mark, flags and length of the first part, length
 INLINE_NBYTES = _CELL_NBYTES - 8 * _HEAD_WORDS
 """The longest letter, in bytes."""
 
 _CELL_WORDS = _CELL_NBYTES // 8
-_FENCE_AT = 64  # after the token: a word at which nobody sleeps
-_WORD_AT = _FENCE_AT + FUTEX_NBYTES  # where threads of the controller sleep
-_WORDS_AT = _WORD_AT + FUTEX_NBYTES  # where participants do
+_FENCE_AT = 64  # after the token: a word on which no process sleeps
+_WORD_AT = _FENCE_AT + FUTEX_NBYTES  # on which threads of the controller sleep
+_WORDS_AT = _WORD_AT + FUTEX_NBYTES  # on which participants sleep
 _USED_AT = _WORDS_AT + SLOTS * FUTEX_NBYTES
 _CELLS_AT = -(-(_USED_AT + 8 * SLOTS) // _CELL_NBYTES) * _CELL_NBYTES
 NBYTES = _CELLS_AT + SLOTS * CELLS * _CELL_NBYTES
 
 IN_ORDER, AWAITED = 1, 2
-"""Flags of letters: `Order.in_order`; that somebody waits for the mark of its end."""
+"""Flags of letters: `Order.in_order`; a thread waits for the mark of its end."""
 
 _TAKEN, _ENDED = 1, 2  # a cell's mark: the letter's number, shifted, and one of these
 _SHIFT = 2
 
-_SLICE_S = 0.5  # the longest sleep before the cells are looked at again, in case a wake-up is lost
-_WRITER = 1 << 21  # values of the words, of one writer: a slot's, counted from 1, or the controller's, 0
+_SLICE_S = 0.5  # the longest sleep before the cells are read again, in case a wake-up is lost
+_WRITER = 1 << 21  # the values of one writer of the words: a slot, counted from 1, or the controller, 0
 
 
 def _cells_of(slot: int) -> tuple[int, ...]:
-    """The word where each cell of a slot begins, by letter, modulo the ring."""
+    """The first word of each cell of a slot, by letter, modulo the ring."""
     first = slot * CELLS * _CELL_WORDS
     return tuple(range(first, first + CELLS * _CELL_WORDS, _CELL_WORDS))
 
@@ -89,16 +89,16 @@ class _Words:
 
 
 class Letters:
-    """Those of one plan, for its participants.
+    """The letters of one plan to its participants.
 
     Args:
-        mailbox: Theirs.
-        look: Somebody waits for the marks of their ends; called where one of the cells is needed, and closes them if
-            that is over. None: nobody does.
+        mailbox: Their mailbox.
+        look: Set if a thread waits for the marks of their ends; called if one of the cells is needed, and closes the
+            letters if the wait is over. None: no thread waits.
 
     Attributes:
         mailbox: As above.
-        look: As above; None once they are closed: nobody waits any more, and their cells may be written again.
+        look: As above; None after `close`: no thread waits any more, and their cells may be reused.
     """
 
     __slots__ = ("__weakref__", "_marks", "_words", "look", "mailbox")
@@ -107,32 +107,32 @@ class Letters:
         self.mailbox: Mailbox = mailbox
         self.look: Callable[[], object] | None = look
         self._words = mailbox.words
-        self._marks: list[tuple[int, int]] = []  # the word of each one's mark, and what it says when all have ended
+        self._marks: list[tuple[int, int]] = []  # each letter's word of the mark, and its value when all have ended
 
     def close(self) -> None:
-        """Nobody waits for their ends any more."""
+        """Ends the wait for their ends."""
         self.look = None
 
     def wrote(self, mark_at: int, ended: int) -> None:
-        """One of them was written: the word of its mark, and what that says when all have ended."""
-        self._marks.append((mark_at, ended))  # somebody may look meanwhile
+        """Records a written letter: the word of its mark, and its value when all have ended."""
+        self._marks.append((mark_at, ended))  # another thread may read it
 
     @property
     def have_ended(self) -> bool:
-        """Whether one of the participants has said that all have ended the plan well."""
+        """Whether a participant has marked that all have completed the plan successfully."""
         words = self._words
-        for mark_at, ended in self._marks:  # noqa: SIM110 - it is in each wait, and a generator takes longer
+        for mark_at, ended in self._marks:  # noqa: SIM110 - called in each wait, and a generator is slower
             if words[mark_at] == ended:
                 return True
         return False
 
 
 class Slot:
-    """The controller's end of one participant's slot. For whoever holds the lock under which plans are sent.
+    """The controller's end of one participant's slot. Used under the lock under which plans are sent.
 
     Attributes:
-        at: Its number.
-        number: That of the last letter, from 1.
+        at: Its index.
+        number: The number of the last letter, from 1.
     """
 
     def __init__(self, words: _Words, at: int) -> None:
@@ -141,13 +141,13 @@ class Slot:
         self._futex = words.slot_futex(at)
         self._words, self._bytes, self._fence = words.cells, words.bytes, words.fence
         self._cells = _cells_of(at)
-        # By cell, those of which one was written there, if their ends are awaited
+        # By cell: the letters that it belongs to, if their ends are awaited
         self._before: list[weakref.ref[Letters] | None] = [None] * CELLS
         for cell in self._cells:
             self._words[cell] = self._words[cell + 1] = 0
 
     def write(self, letters: Letters, first: bytes, rest: bytes, flags: int = 0) -> bool:
-        """Writes one of some letters, of two parts, and wakes its participant; False: it has to go over the channel."""
+        """Writes a letter, of two parts, and wakes its participant; False if it has to be sent over the channel."""
         number = self.number + 1
         at, split, nbytes = number % CELLS, len(first), len(first) + len(rest)
         cell, written, words = self._cells[at], self._before[at], self._words
@@ -155,7 +155,7 @@ class Slot:
         is_free = number <= CELLS or words[cell + 1] >> _SHIFT == number - CELLS
         if not is_free or nbytes > INLINE_NBYTES:
             return False
-        look = None if before is None else before.look  # another thread may close them now
+        look = None if before is None else before.look  # another thread may close the letters
         if before is not None and look is not None:
             look()
             if before.look is not None:
@@ -184,7 +184,7 @@ class Mailbox:
     """The controller's end. Any thread may call it.
 
     Attributes:
-        segment: How participants of this host find it.
+        segment: Its description for participants of this host.
         words: All cells.
 
     Raises:
@@ -199,10 +199,10 @@ class Mailbox:
         self._done = self._map.done
         self._values = itertools.count(1)
         self._lock = threading.Lock()
-        self._slots: dict[int, Slot] = {}  # those that were given out last
+        self._slots: dict[int, Slot] = {}  # the last owner of each slot
 
     def take_slot(self) -> Slot | None:
-        """A slot for a participant, until that gives it back (`MailboxClient.close`); None: all are taken."""
+        """A slot for a participant, until that returns it (`MailboxClient.close`); None if all are taken."""
         used = self._map.used
         with self._lock:
             at = next((at for at in range(SLOTS) if not used[at]), None)
@@ -210,31 +210,31 @@ class Mailbox:
                 return None
             try:
                 self._own.back(_CELLS_AT + at * CELLS * _CELL_NBYTES, CELLS * _CELL_NBYTES)
-            except OSError:  # there is no memory left
+            except OSError:  # no memory left
                 return None
             used[at] = 1
             slot = self._slots[at] = Slot(self._map, at)
             return slot
 
     def give_back(self, slot: Slot) -> None:
-        """Takes back the slot of a process that has died, or has not taken it."""
+        """Returns the slot of a process that has died, or has not taken it."""
         with self._lock:
-            if self._slots.get(slot.at) is slot:  # else it was given back before
+            if self._slots.get(slot.at) is slot:  # else it was returned before
                 self._map.used[slot.at] = 0
 
     def seen(self) -> int:
-        """What `wait` is given: read before the letters are looked at."""
+        """The argument of `wait`; called before the letters are checked."""
         seen = int(self._done.word[0])
         if not STORES_IN_ORDER:
             self._map.fence()
         return seen
 
     def wait(self, seen: int, timeout_s: float) -> None:
-        """Waits until a participant has marked an end, or `wake` was called, since `seen`; it may return earlier."""
+        """Waits until a participant marks an end, or `wake` is called, since `seen`; it may return earlier."""
         self._done.wait(seen, min(timeout_s, _SLICE_S))
 
     def wake(self, futex: Futex | None = None) -> None:
-        """Wakes who sleeps at a futex of the mailbox; by default all threads that `wait`, so that they look again."""
+        """Wakes the sleepers on a futex of the mailbox; by default all threads in `wait`, so that they check again."""
         futex = futex or self._done
         if not STORES_IN_ORDER:
             self._map.fence()
@@ -242,12 +242,12 @@ class Mailbox:
         futex.wake()
 
     def close(self) -> None:
-        """Closes the descriptor; the memory lives until both ends are gone."""
+        """Closes the descriptor; the memory lives as long as one end."""
         self._own.close()
 
 
 class Received(NamedTuple):
-    """A letter, as a participant takes it: its two parts, and its number, for `MailboxClient.ended`."""
+    """A letter, as a participant receives it: its two parts, and its number, for `MailboxClient.ended`."""
 
     number: int
     flags: int
@@ -263,8 +263,8 @@ class MailboxClient:
         slot: Its own slot.
 
     Raises:
-        OSError: The controller is gone, or does not let this process see its memory; or there is no futex here.
-        ValueError: There is no such slot.
+        OSError: The controller has ended, or does not allow access to its memory; or this system has no known futex.
+        ValueError: The slot does not exist.
     """
 
     def __init__(self, segment: Segment, slot: int) -> None:
@@ -277,12 +277,12 @@ class MailboxClient:
         self._futex = words.slot_futex(slot)
         self._cells = _cells_of(slot)
         self._first_value = _WRITER * (slot + 1)
-        self._values = itertools.count(secrets.randbelow(_WRITER))  # the slot may have been another's
+        self._values = itertools.count(secrets.randbelow(_WRITER))  # the slot may have had another owner
         self._number = 1
         self._woken = False
 
     def take(self, timeout_s: float) -> Received | None:
-        """Waits for the next letter; returns None where the time is over, or `wake` was called."""
+        """Waits for the next letter; returns None after a timeout or `wake`."""
         words, number, futex = self._words, self._number, self._futex
         cell, until_s = self._cells[number % CELLS], time.monotonic() + timeout_s
         while True:
@@ -310,9 +310,9 @@ class MailboxClient:
         return Received(number, head >> 32, first, rest)
 
     def ended(self, number: int) -> None:
-        """Says that all participants have ended what a letter asked for; for the thread that takes letters."""
+        """Marks that all participants have completed a letter's plan; called by the thread that takes letters."""
         words, mark_at = self._words, self._cells[number % CELLS] + 1
-        if words[mark_at] >> _SHIFT == number:  # else nobody waited any more, and a later letter was taken from there
+        if words[mark_at] >> _SHIFT == number:  # else the wait has ended, and the cell has had a later letter
             words[mark_at] = number << _SHIFT | _ENDED
             self._change(self._done)
 
@@ -322,7 +322,7 @@ class MailboxClient:
         self._change(self._futex)
 
     def close(self) -> None:
-        """Gives the slot back. Called by the thread that takes letters, or after its end."""
+        """Returns the slot. Called by the thread that takes letters, or after its end."""
         self._used[self._slot] = 0
 
     def _change(self, futex: Futex) -> None:

@@ -9,17 +9,17 @@ The rules:
        server -> client   confirmation   HMAC:32          (or REFUSAL, and the end)
 
    Each HMAC-SHA256 is keyed with the secret and covers its sender's role, both nonces, purpose and hello. Both nonces
-   are fresh, so that nothing said in one connection opens another. The hello is parsed after its HMAC was checked.
+   are fresh, so that frames of one connection don't open another. The hello is parsed after its HMAC was checked.
 2. Then both ends send frames, ``length:4 | tag:16 | payload``, at most 1 MiB of payload. The tag is a keyed BLAKE2b of
    (number of the frame, length, payload) with a key of this connection and this direction: a frame that was forged,
    cut, repeated, swapped or sent back to its sender has a wrong tag.
 3. On a "data" connection, a frame whose message says ``blob_nbytes > 0`` is followed by that many raw bytes. They
-   carry no tag: they are as trustworthy as the network. The next frame's tag still has to be right.
-4. A "mesh" connection belongs to others after the handshake: whoever reads that takes no byte of what follows
+   carry no tag: they are as trustworthy as the network. The next frame's tag must still be correct.
+4. A "mesh" connection has another protocol after the handshake: the reader of the handshake reads no byte beyond it
    (`Connection.handshake_left`).
-5. Whatever breaks a rule closes the connection for ever.
+5. Breaking a rule closes the connection forever.
 
-Integers are big endian. How a connection moves is the table `MOVES`; a move that is not there breaks a rule.
+Integers are big endian. The table `MOVES` has the transitions of a connection; any other transition breaks a rule.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from raycollect.errors import AuthenticationError, ChannelError, ConnectionLostE
 
 MAGIC = b"RCOL"
 VERSION = 30
-OTHER_VERSION = "the peer speaks version"  # begins the reason for refusing another release
+OTHER_VERSION = "the peer speaks version"  # the beginning of the error for another release
 NONCE_NBYTES = 16
 PROOF_NBYTES = 32
 TAG_NBYTES = 16
@@ -58,7 +58,7 @@ _CHALLENGE = struct.Struct(f">4sH{NONCE_NBYTES}s")
 Buffer = bytes | bytearray | memoryview
 
 
-class State(enum.Enum):
+class ConnectionState(enum.Enum):
     """The state of a connection, seen from one end."""
 
     NEW = enum.auto()
@@ -83,15 +83,15 @@ class Move(enum.Enum):
     CLOSE = enum.auto()
 
 
-MOVES: dict[tuple[State, Move], State] = {
-    (State.NEW, Move.SEND_CHALLENGE): State.CHALLENGING,
-    (State.NEW, Move.AWAIT_CHALLENGE): State.CALLING,
-    (State.CALLING, Move.RECEIVE_CHALLENGE): State.PROVING,
-    (State.PROVING, Move.RECEIVE_CONFIRMATION): State.OPEN,
-    (State.CHALLENGING, Move.RECEIVE_PROOF): State.OPEN,
-    (State.OPEN, Move.BEGIN_BLOB): State.BLOB,
-    (State.BLOB, Move.END_BLOB): State.OPEN,
-    **{(state, Move.CLOSE): State.CLOSED for state in State},
+MOVES: dict[tuple[ConnectionState, Move], ConnectionState] = {
+    (ConnectionState.NEW, Move.SEND_CHALLENGE): ConnectionState.CHALLENGING,
+    (ConnectionState.NEW, Move.AWAIT_CHALLENGE): ConnectionState.CALLING,
+    (ConnectionState.CALLING, Move.RECEIVE_CHALLENGE): ConnectionState.PROVING,
+    (ConnectionState.PROVING, Move.RECEIVE_CONFIRMATION): ConnectionState.OPEN,
+    (ConnectionState.CHALLENGING, Move.RECEIVE_PROOF): ConnectionState.OPEN,
+    (ConnectionState.OPEN, Move.BEGIN_BLOB): ConnectionState.BLOB,
+    (ConnectionState.BLOB, Move.END_BLOB): ConnectionState.OPEN,
+    **{(state, Move.CLOSE): ConnectionState.CLOSED for state in ConnectionState},
 }
 
 ROLES = {"server": Move.SEND_CHALLENGE, "client": Move.AWAIT_CHALLENGE}  # role -> its first move
@@ -106,7 +106,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The handshake is done: the peer holds the secret. `hello` is what the client said of itself."""
+    """The handshake is done: the peer holds the secret. `hello` is the client's description of itself."""
 
     purpose: str
     hello: dict[str, Any]
@@ -152,20 +152,20 @@ class Connection:
 
         Args:
             role: ``"server"`` or ``"client"``.
-            secret: What both ends know.
+            secret: The key that both ends hold.
             nonce: 16 random bytes, never used before.
             purpose: One of `PURPOSES`; the client's choice.
-            hello: What the client says of itself, plain values.
+            hello: The client's description of itself, plain values.
 
         Raises:
-            ValueError: An argument makes no sense.
+            ValueError: An argument is invalid.
             ProtocolError: `hello` is too big, or can't be packed.
         """
         if role not in ROLES or purpose not in PURPOSES:
             raise ValueError(f"no such connection: {role} {purpose}")
         if len(secret) < MIN_SECRET_NBYTES or len(nonce) != NONCE_NBYTES:
             raise ValueError(f"secret of {len(secret)} bytes, nonce of {len(nonce)} bytes")
-        self.state: State = State.NEW
+        self.state: ConnectionState = ConnectionState.NEW
         self.purpose = purpose
         self.farewell: bytes = b""
         self._role = role
@@ -182,7 +182,7 @@ class Connection:
             raise ProtocolError(detail=f"the hello has {len(self._claim)} bytes, the limit is {MAX_HANDSHAKE_NBYTES}")
 
     def start(self) -> bytes:
-        """Begins the handshake; returns what to send first: nothing for a client."""
+        """Begins the handshake; returns the first bytes to send, none for a client."""
         self._move(ROLES[self._role])
         if self._role == "client":
             return b""
@@ -197,7 +197,7 @@ class Connection:
         return self.seal(self.payload(message, blob_nbytes))
 
     def seal(self, payload: bytes) -> bytes:
-        """Makes a frame of a payload: the next one, so that frames have to be written in the order of these calls."""
+        """Makes the next frame, of a payload; frames have to be sent in the order of these calls."""
         return _LENGTH.pack(len(payload)) + self._outward.tag(payload) + payload
 
     def payload(self, message: Message, blob_nbytes: int = 0) -> bytes:
@@ -208,9 +208,9 @@ class Connection:
             ProtocolError: The handshake is not done, the message is too big or can't be packed, or it may not have
                 a blob here. Nothing was sent and the connection goes on.
         """
-        if self.state is State.CLOSED:
+        if self.state is ConnectionState.CLOSED:
             raise ConnectionLostError(detail="the connection is closed")
-        if self.state is not State.OPEN and self.state is not State.BLOB:
+        if self.state is not ConnectionState.OPEN and self.state is not ConnectionState.BLOB:
             raise ProtocolError(detail=f"can't send {type(message).__name__}: the connection is {self.state.name}")
         if blob_nbytes:
             message = self._with_blob(message, blob_nbytes)
@@ -229,20 +229,20 @@ class Connection:
         return replace(message, blob_nbytes=blob_nbytes)
 
     def receive(self, data: Buffer) -> list[Event]:
-        """Takes bytes from the peer; returns what they mean, in order. Pass ``b""`` to go on after a blob.
+        """Takes bytes from the peer; returns their events, in order. Pass ``b""`` to continue after a blob.
 
-        Once it has raised, the connection is closed and raises for ever; events of the same call are lost with it.
+        After an exception the connection is closed, and later calls raise; the events of the failed call are lost.
 
         Raises:
             ProtocolError: A rule was broken; the connection is closed.
             AuthenticationError: The peer doesn't hold the secret; the connection is closed.
         """
-        if self.state is State.CLOSED or self.state is State.NEW:
+        if self.state is ConnectionState.CLOSED or self.state is ConnectionState.NEW:
             raise ProtocolError(detail=f"received on a connection that is {self.state.name}")
         events: list[Event] = []
         try:
             if data:
-                if self.state is State.BLOB:
+                if self.state is ConnectionState.BLOB:
                     raise ProtocolError(detail="received frames while a blob is due")
                 self._buffer += data
             while (event := self._next_event()) is not None:
@@ -257,7 +257,7 @@ class Connection:
 
     @property
     def handshake_left(self) -> int:
-        """How many more bytes the next frame of the handshake has, as far as is known; 0: the handshake is done."""
+        """The missing bytes of the handshake's next frame, as far as known; 0: the handshake is done."""
         if self.state not in _HANDSHAKE:
             return 0
         here = len(self._buffer) - self._offset
@@ -267,15 +267,15 @@ class Connection:
         return int(_LENGTH.size + nbytes - here)
 
     def receive_eof(self) -> ConnectionLostError:
-        """Closes after the peer's last byte; returns the reason to give."""
-        whole = self.state is State.OPEN and not self._buffer
+        """Closes after the peer's last byte; returns the reason."""
+        whole = self.state is ConnectionState.OPEN and not self._buffer
         cut = f"the connection ended in the middle of something ({self.state.name})"
         self.close()
         return ConnectionLostError(detail="the peer closed the connection" if whole else cut)
 
     def take_buffered(self, nbytes: int) -> bytes:
-        """Returns up to `nbytes` of the current blob that came in with its frame; empty when used up."""
-        if self.state is not State.BLOB:
+        """Returns up to `nbytes` of the current blob that were received with its frame; empty when used up."""
+        if self.state is not ConnectionState.BLOB:
             raise ProtocolError(detail=f"no blob is due: the connection is {self.state.name}")
         taken = bytes(self._buffer[: min(nbytes, self._blob_left)])
         del self._buffer[: len(taken)]
@@ -283,12 +283,12 @@ class Connection:
         return taken
 
     def blob_received(self) -> None:
-        """The blob was read to its end; frames follow again."""
+        """Marks the end of the blob; frames follow."""
         self._move(Move.END_BLOB)
         self._blob_left = 0
 
     def close(self) -> None:
-        """Ends the connection and forgets what was buffered."""
+        """Ends the connection and drops buffered bytes."""
         self._move(Move.CLOSE)
         self._buffer = bytearray()
         self._offset = 0
@@ -300,7 +300,7 @@ class Connection:
             raise ProtocolError(detail=f"{move.name} is not possible while {self.state.name}") from None
 
     def _next_event(self) -> list[Event] | None:
-        if self.state is State.OPEN:
+        if self.state is ConnectionState.OPEN:
             return self._next_message()
         read = _HANDSHAKE.get(self.state)
         if read is None:
@@ -379,10 +379,10 @@ class Connection:
         return hmac.digest(self._secret, f"raycollect {label}\0".encode() + self._nonces + self._claim, "sha256")
 
 
-_HANDSHAKE: dict[State, Callable[[Connection, bytes], list[Event]]] = {
-    State.CALLING: Connection._receive_challenge,
-    State.CHALLENGING: Connection._receive_proof,
-    State.PROVING: Connection._receive_confirmation,
+_HANDSHAKE: dict[ConnectionState, Callable[[Connection, bytes], list[Event]]] = {
+    ConnectionState.CALLING: Connection._receive_challenge,
+    ConnectionState.CHALLENGING: Connection._receive_proof,
+    ConnectionState.PROVING: Connection._receive_confirmation,
 }
 
 
@@ -397,7 +397,7 @@ def _claim(purpose: str, hello: dict[str, Any]) -> bytes:
 
 def _read_claim(claim: bytes) -> tuple[str, dict[str, Any]]:
     name, hello = claim[1 : 1 + claim[0]], claim[1 + claim[0] :]
-    purpose = {known.encode(): known for known in PURPOSES}.get(name)
+    purpose = {valid.encode(): valid for valid in PURPOSES}.get(name)
     if purpose is None:
         raise ProtocolError(detail=f"unknown purpose {name[:20]!r}")
     return purpose, _HELLOS.decode(hello)

@@ -1,4 +1,4 @@
-"""Logs clients that are refused: a line at once, then a line a minute, however many there are."""
+"""Logs refused clients: a line at once, then at most one line a minute."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from raycollect.core.timers import Timer
 
 _log = logging.getLogger("raycollect")
 
-EVERY_S = 60.0  # how often the count is logged, in seconds
-MAX_REASONS = 8  # how many reasons are told apart; a client can make up any number of them
+EVERY_S = 60.0  # the log interval of the count, in seconds
+MAX_REASONS = 8  # the most reasons that are counted separately; clients could produce any number
 _OTHERS = "other reasons"
 
 
 class Refusals:
-    """The clients that one server has refused. All of it runs on the server's thread."""
+    """The clients that one server has refused. Used on the server's thread only."""
 
     def __init__(self, call_later: Callable[[float, Callable[[], None]], Timer]) -> None:
         self._call_later = call_later
@@ -25,7 +25,7 @@ class Refusals:
         self._last = ""
 
     def add(self, peer: str, why: str) -> None:
-        """Logs the first after a quiet minute; counts the others. `why` holds nothing that the client said."""
+        """Logs the first client after a quiet minute; counts the others. `why` contains no text of the client."""
         if self._is_quiet:
             _log.warning("refused a connection from %s: %s", peer, why)
             self._is_quiet = False
@@ -35,7 +35,7 @@ class Refusals:
         self._reasons[why if why in self._reasons or len(self._reasons) < MAX_REASONS else _OTHERS] += 1
 
     def tell(self) -> None:
-        """Logs those that were only counted."""
+        """Logs the counted clients."""
         reasons, self._reasons = self._reasons, Counter()
         if reasons:
             said = "; ".join(f"{why} ({count})" for why, count in reasons.most_common())

@@ -1,4 +1,4 @@
-"""The listening end: every participant has one, on its own thread, so that it answers while methods run."""
+"""The listening end: every participant has one, on its own thread, to answer while methods run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raycollect.channel.loop import Loop
 from raycollect.channel.messages import Message
 from raycollect.channel.protocol import NONCE_NBYTES, Connection, Event, Opened, Reply
 from raycollect.channel.refusals import Refusals
-from raycollect.channel.stream import Stream
+from raycollect.channel.stream import SocketStream
 from raycollect.core import sockets, threads
 from raycollect.core.model import Address
 from raycollect.errors import ChannelError, ConnectionLostError
@@ -27,9 +27,9 @@ from raycollect.errors import ChannelError, ConnectionLostError
 _log = logging.getLogger("raycollect")
 
 HANDSHAKE_TIMEOUT_S = 5.0
-# How many clients may be shaking hands; more wait in the kernel's backlog.
+# The most clients in a handshake; more wait in the kernel's backlog.
 #
-# Each takes a descriptor and less than 16 KiB, so that those without the key never have more than 64 and 1 MiB.
+# Each takes a descriptor and less than 16 KiB, so that clients without the key never take more than 64 and 1 MiB.
 MAX_HALF_OPEN = 64
 
 _GRACE_S = 0.25
@@ -40,16 +40,16 @@ _DATA_JOIN_S = 2.0
 class DataLink:
     """A data connection seen from its server; used by its own thread."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: SocketStream) -> None:
         """Serves a connection whose handshake is done; `sent` counts answers."""
         self.peer: str = stream.peer
         self.sent: int = 0
         self._stream = stream
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
-        """Waits for the next request; None when the client, or the server, has ended the connection.
+        """Waits for the next request; None if the client or the server has ended the connection.
 
-        After `timeout_s` the connection ends.
+        The connection ends after `timeout_s`.
 
         Raises:
             ProtocolError: The client broke a rule.
@@ -76,20 +76,20 @@ class DataLink:
 
 
 class ServerHandler(LinkHandler, Protocol):
-    """Handles a participant's connections. All but `serve_data` run on the server's thread: be quick."""
+    """Handles a participant's connections. All methods except `serve_data` run on the server's thread: be quick."""
 
     def opened(self, link: Link) -> None:
-        """A controller has connected. The first call for a link; `closed` is the last."""
+        """Handles a new control connection. The first call for a link; `closed` is the last."""
         ...
 
     def serve_data(self, link: DataLink) -> None:
-        """Serves one data connection on a thread of its own: receives and answers until `receive` gives None."""
+        """Serves one data connection on its own thread: receives and answers until `receive` returns None."""
         ...
 
 
 @runtime_checkable
 class MeshHandler(Protocol):
-    """Takes the connections of a mesh, instead of a participant's."""
+    """Takes the connections of a mesh."""
 
     def connected(self, sock: socket.socket, hello: dict[str, Any]) -> None:
         """Takes a non-blocking socket whose handshake is done; runs on the server's thread: be quick."""
@@ -97,7 +97,7 @@ class MeshHandler(Protocol):
 
 
 class Server:
-    """Listens on one address for those who hold the secret."""
+    """Listens on one address for clients that hold the secret."""
 
     def __init__(
         self,
@@ -112,25 +112,25 @@ class Server:
 
         Args:
             host: The address.
-            secret: What clients have to know.
-            handler: What takes their connections.
+            secret: The key that clients must hold.
+            handler: Handles their connections.
             local: A listening Unix socket, which the server closes.
-            expected: How many clients may come at once, beside strangers.
+            expected: The number of legitimate clients that may connect at once.
 
         Raises:
             ValueError: The host means all interfaces, or the secret is too short.
-            OSError: The host is no address of this machine.
-            ResourceLimitError: No more threads can be started.
+            OSError: The host is not an address of this machine.
+            ResourceLimitError: No thread can be started.
         """
-        Connection("server", secret, nonce=bytes(NONCE_NBYTES))  # judges the secret now rather than at the first client
+        Connection("server", secret, nonce=bytes(NONCE_NBYTES))  # checks the secret now, not at the first client
         self._secret = secret
-        self._handler: ServerHandler | MeshHandler | None = handler  # None: it has ended
+        self._handler: ServerHandler | MeshHandler | None = handler  # None after its end
         self._listeners = [] if local is None else [local]
         self._most = MAX_HALF_OPEN + expected
         self._paused = self._sweeping = False
-        self.trouble: str = ""  # the last reason for accepting nobody
-        self._half_open: dict[_HalfOpen, None] = {}  # a set that remembers who came first
-        self._data: dict[Stream, threading.Thread] = {}
+        self.trouble: str = ""  # the last reason why no client could be accepted
+        self._half_open: dict[_HalfOpen, None] = {}  # an ordered set
+        self._data: dict[SocketStream, threading.Thread] = {}
         self._data_lock = threading.Lock()
         try:
             self._listeners.insert(0, sockets.listen(host))
@@ -159,7 +159,7 @@ class Server:
             self._loop.unwatch(listener)
         sockets.close(self._listeners)
         self._refusals.tell()
-        self._handler = None  # which may hold this server
+        self._handler = None  # the handler may hold this server
 
     def _begin(self) -> None:
         self._loop.owned.add(self)
@@ -179,8 +179,8 @@ class Server:
             return
         except OSError as exc:
             self.trouble = f"no connection can be accepted for now: {exc}"
-            self._refusals.add("somebody", self.trouble)
-            self._pause()  # out of descriptors, most likely: trying at once would only spin
+            self._refusals.add("an unknown peer", self.trouble)
+            self._pause()  # most likely out of descriptors: retrying at once would spin
             return
         connection = Connection("server", self._secret, nonce=secrets.token_bytes(NONCE_NBYTES))
         client = _HalfOpen(self._loop, sock, connection, self._refusals, self._promote, self._leave)
@@ -194,7 +194,7 @@ class Server:
         self._half_open.pop(client, None)
 
     def _sweep(self) -> None:
-        # One timer for all: one for each would be kept after the client has gone.
+        # One timer for all: a timer per client would outlive the client.
         now_s = time.monotonic()
         for client in list(self._half_open):
             if client.until_s > now_s:
@@ -204,7 +204,7 @@ class Server:
         self._sweeping = False
 
     def _pause(self) -> None:
-        # Newcomers stay in the backlog for a moment; then the oldest unfinished handshakes make room.
+        # New clients stay in the backlog for a moment; then the oldest unfinished handshakes are refused.
         if not self._paused:
             self._paused = True
             for listener in self._listeners:
@@ -220,7 +220,7 @@ class Server:
 
     def _promote(self, client: _HalfOpen, opened: Opened, rest: list[Event]) -> None:
         handler = self._handler
-        if handler is None:  # never: this is the loop's thread, which has ended by then
+        if handler is None:  # impossible: this is the loop's thread, which has then ended
             return
         if isinstance(handler, MeshHandler):
             if opened.purpose == "mesh" and not rest:
@@ -232,39 +232,39 @@ class Server:
             client.refuse("there is no mesh here")
             return
         if opened.purpose == "data":
-            self._serve(Stream(client.sock, client.connection, rest), handler)
+            self._serve(SocketStream(client.sock, client.connection, rest), handler)
             return
         link = Link(self._loop, client.sock, client.connection, handler, hello=opened.hello)
         link.attach(())
         try:
             handler.opened(link)
-        except Exception as exc:  # noqa: BLE001 - the handler is not ours
+        except Exception as exc:  # noqa: BLE001 - the handler is foreign code
             link.fail(threads.failed("taking in a connection", exc))
         link.deliver(rest)
 
-    def _serve(self, stream: Stream, handler: ServerHandler) -> None:
+    def _serve(self, stream: SocketStream, handler: ServerHandler) -> None:
         stream.sock.setblocking(True)
         try:
-            with self._data_lock:  # which the thread takes as well, at its end
+            with self._data_lock:  # the thread takes it, too, at its end
                 serving = threads.start(f"raycollect-data-{stream.peer}", self._serve_data, stream, handler)
                 self._data[stream] = serving
-        except RuntimeError as exc:  # the process has no more threads to give
-            self._refusals.add(stream.peer, f"there is no thread for it: {exc}")
+        except RuntimeError as exc:  # no thread can be started
+            self._refusals.add(stream.peer, f"no thread can be started for it: {exc}")
             self._forget(stream)
 
-    def _serve_data(self, stream: Stream, handler: ServerHandler) -> None:
+    def _serve_data(self, stream: SocketStream, handler: ServerHandler) -> None:
         try:
             handler.serve_data(DataLink(stream))
         except ConnectionLostError as exc:
             _log.debug("data connection: %s", exc)
         except ChannelError as exc:
             _log.warning("data connection: %s", exc)
-        except Exception as exc:  # noqa: BLE001 - the handler is not ours
+        except Exception as exc:  # noqa: BLE001 - the handler is foreign code
             threads.failed("serving a data connection", exc)
         finally:
             self._forget(stream)
 
-    def _forget(self, stream: Stream) -> None:
+    def _forget(self, stream: SocketStream) -> None:
         stream.close()
         with self._data_lock:
             self._data.pop(stream, None)
@@ -272,7 +272,7 @@ class Server:
 
 @dataclass(slots=True, eq=False)
 class _HalfOpen:
-    """A client that has not authenticated yet. All of it runs on the server's thread."""
+    """A client that has not authenticated yet. Used on the server's thread only."""
 
     _loop: Loop
     sock: socket.socket
@@ -300,7 +300,7 @@ class _HalfOpen:
         self._loop.watch(self.sock, _READ, self._on_ready)
 
     def refuse(self, why: str) -> None:
-        """Notes why, for the log, and closes."""
+        """Closes, and logs the reason."""
         self._refusals.add(self.peer, why)
         self.end(ConnectionLostError(detail=why, peer=self.peer))
 
@@ -319,7 +319,7 @@ class _HalfOpen:
         except (BlockingIOError, InterruptedError):
             pass
         except ChannelError as exc:
-            with contextlib.suppress(OSError):  # a courtesy: an honest client can say "wrong key" instead of "lost"
+            with contextlib.suppress(OSError):  # so that an honest client can report "wrong key" instead of "lost"
                 self.sock.send(self.connection.farewell)
             self.refuse(exc.detail)
         except OSError as exc:
@@ -335,7 +335,7 @@ class _HalfOpen:
                 return
 
     def _send(self, data: bytes) -> None:
-        # A fresh socket's buffer is empty: if a few bytes don't fit, the peer plays games.
+        # A fresh socket's buffer is empty: if a few bytes don't fit, the peer misbehaves.
         if self.sock.send(data) != len(data):
             raise ConnectionLostError(detail="it does not read", peer=self.peer)
 

@@ -20,11 +20,11 @@ from raycollect.errors import ChannelError, ConnectionLostError, ProtocolError
 _READ_NBYTES = 64 * 1024
 
 
-class Stream:
+class SocketStream:
     """Messages and blobs over one socket, blocking; every failure closes it."""
 
     def __init__(self, sock: socket.socket, connection: Connection, events: Iterable[Event] = ()) -> None:
-        """Takes over a socket in blocking mode, with `events` that were received already."""
+        """Takes over a socket in blocking mode, with `events` that were already received."""
         self.sock = sock
         self.connection = connection
         self.peer: str = sockets.peer_of(sock)
@@ -46,14 +46,14 @@ class Stream:
         except OSError as exc:
             raise self._lost(f"can't send {type(message).__name__}: {exc}") from exc
         except BaseException:
-            self.close()  # half a frame is out: nothing that follows would make sense
+            self.close()  # after half a frame, later frames would be invalid
             raise
 
     def receive(self, timeout_s: float | None = None) -> Message:
         """Waits for the next message; its blob, if it has one, must be read next.
 
         Raises:
-            ConnectionLostError: The connection ended, or the time was up.
+            ConnectionLostError: The connection ended, or timed out.
             ProtocolError: The peer broke a rule, or the blob of the last message was not read.
         """
         if self.blob_left:
@@ -69,7 +69,7 @@ class Stream:
 
         Args:
             into: Writable contiguous memory, at most `blob_left` bytes.
-            timeout_s: How long the peer may pause, not how long all of it may take.
+            timeout_s: The longest pause of the peer, not the limit of the whole.
 
         Raises:
             ConnectionLostError: The connection ended, or the peer paused.
@@ -104,10 +104,10 @@ class Stream:
             self._events.extend(self._checked(b""))
 
     def next_event(self, deadline_s: float | None) -> Event:
-        """Waits for the next event, until `deadline_s` of the monotonic clock; answers handshakes on the way.
+        """Waits for the next event, until `deadline_s` of the monotonic clock; answers handshakes.
 
         Raises:
-            ConnectionLostError: The connection ended, or the time was up.
+            ConnectionLostError: The connection ended, or timed out.
             ProtocolError: The peer broke a rule.
             AuthenticationError: The peer doesn't hold the key.
         """
@@ -120,13 +120,13 @@ class Stream:
             self._events.extend(self._checked(self._recv(deadline_s)))
 
     def take_events(self) -> list[Event]:
-        """Returns what was received and not yet asked for, to whoever takes over the socket."""
+        """Returns pending events, for the object that takes over the socket."""
         events = list(self._events)
         self._events.clear()
         return events
 
     def has_ended(self) -> bool:
-        """Whether the peer has ended the connection, and all that came before was received; never waits."""
+        """Whether the peer has ended the connection, and all earlier data was received; never waits."""
         try:
             return not self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -135,7 +135,7 @@ class Stream:
             return True
 
     def shutdown(self) -> None:
-        """Ends the connection from another thread: whoever is blocked in it wakes with ConnectionLostError."""
+        """Ends the connection from another thread: threads that are blocked in it raise ConnectionLostError."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
@@ -177,24 +177,24 @@ class Stream:
 
 
 def _left(deadline_s: float | None) -> float | None:
-    # The least positive time where the deadline has passed, as 0 would mean non-blocking.
+    # A small positive time after the deadline, as 0 would mean non-blocking.
     return None if deadline_s is None else max(1e-3, deadline_s - time.monotonic())
 
 
-def open_stream(address: Address, purpose: str, hello: dict[str, Any], timeout_s: float) -> Stream:
+def open_stream(address: Address, purpose: str, hello: dict[str, Any], timeout_s: float) -> SocketStream:
     """Connects and shakes hands, blocking.
 
     Raises:
-        ConnectionLostError: Nobody answers there, or not in time.
+        ConnectionLostError: The address does not answer in time.
         AuthenticationError: One end doesn't hold the key.
-        ProtocolError: It is no raycollect endpoint, or of another version.
+        ProtocolError: The peer is not a raycollect endpoint of this version.
     """
     deadline_s = time.monotonic() + timeout_s
     nonce = secrets.token_bytes(NONCE_NBYTES)
     connection = Connection("client", address.secret, nonce=nonce, purpose=purpose, hello=hello)
     connection.start()
-    with Deferred():  # so that a signal leaves no connection open
-        stream = Stream(sockets.connect(address.host, address.port, timeout_s), connection)
+    with Deferred():  # a signal leaves no connection open
+        stream = SocketStream(sockets.connect(address.host, address.port, timeout_s), connection)
         try:
             with Allowed():
                 event = stream.next_event(deadline_s)

@@ -112,7 +112,7 @@ def checks() -> list[Check]:
 
 def examine() -> list[Row]:
     """Makes all checks side by side; returns their rows in the order of the table."""
-    looks = [threads.apart(check.rows) for check in checks()]
+    looks = [threads.call_in_helper(check.rows) for check in checks()]
     return [row for look in looks for row in look.result()]
 
 

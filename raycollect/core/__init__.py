@@ -1,1 +1,1 @@
-"""What all other folders stand on, without Ray: shared values, protocols of backends, shared memory, threads."""
+"""The base of all other folders, without Ray: shared values, protocols of backends, shared memory, threads."""

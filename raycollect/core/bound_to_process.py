@@ -1,4 +1,4 @@
-"""Objects that work only in the process that made them."""
+"""Objects that work only in the process that created them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from raycollect.errors import BoundToProcessError
 
 
 class BoundToProcess:
-    """To pickle it, as Ray does with arguments and results, raises BoundToProcessError."""
+    """Pickling it, as Ray does with arguments and results, raises BoundToProcessError."""
 
     __slots__ = ()
 

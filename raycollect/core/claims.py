@@ -1,4 +1,4 @@
-"""Keys that one thread at a time works on. No lock is held meanwhile, so all other keys are free."""
+"""Keys that one thread at a time works on. It holds no lock, so other keys are free."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ClaimedError(Exception):
 
 
 class Claims:
-    """Any thread may use it, also in signal handlers and finalizers. The main thread claims inside of `Deferred`."""
+    """The claimed keys, for any thread, also in signal handlers and finalizers; the main thread in `Deferred`."""
 
     def __init__(self) -> None:
         self._claims: dict[Hashable, Claim] = {}
@@ -36,12 +36,12 @@ class Claims:
             deadline_s: When to give up, by `time.monotonic`.
 
         Raises:
-            ClaimedError: On entry: another thread's claim has not ended in time, or the calling thread has one.
+            ClaimedError: On entry: another thread's claim has not ended in time, or the calling thread claims the key.
         """
         return Claim(self._claims, key, deadline_s)
 
     def wait(self, key: Hashable, deadline_s: float) -> bool:
-        """Waits until no other thread claims a key; False where one still does at the deadline."""
+        """Waits until no other thread claims a key; False at the deadline."""
         with Deferred():
             other = self._claims.get(key)
             while other is not None and other.owner != threading.get_ident():
@@ -52,7 +52,7 @@ class Claims:
 
 
 class Claim:
-    """What `Claims.claim` returns."""
+    """The context that `Claims.claim` returns."""
 
     __slots__ = ("_claims", "_deadline_s", "_ended", "_key", "owner")
 
@@ -74,5 +74,5 @@ class Claim:
         self._ended.set()
 
     def wait(self, deadline_s: float) -> bool:
-        """Waits for the end of the claim; False where it has not ended at the deadline."""
+        """Waits for the end of the claim; False at the deadline."""
         return waiting(self._ended.wait, None if deadline_s == inf else deadline_s - monotonic())

@@ -1,7 +1,7 @@
-"""Values on the wire: msgspec Structs in msgpack's format, whose annotations are what is checked when they are read.
+"""Values on the wire: msgspec Structs in msgpack's format, checked against their annotations as they are decoded.
 
-A `Wire` value is an array of its fields, in order. A reader takes nothing from the network on trust (P9): each value
-has exactly the type of its annotation, or a `ProtocolError` is raised.
+A `Wire` value is an array of its fields, in order. Decoding does not trust the network (P9): a value that does not have
+exactly the type of its annotation raises `ProtocolError`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from raycollect.errors import ProtocolError, RaycollectError
 
 _T = TypeVar("_T")
 
-_COMPRESSED = b"\xc1"  # begins what is compressed; msgpack never uses it
+_COMPRESSED = b"\xc1"  # first byte of compressed values; msgpack never uses it
 _MOST_UNZIPPED = 64 << 20
-_MOST_TOLD = 300  # how many characters of a reason an error tells
+_MOST_TOLD = 300  # the longest reason in an error, in characters
 _MALFORMED = (msgspec.MsgspecError, ValueError, TypeError, LookupError, OverflowError, RecursionError, zlib.error)
 
 
@@ -32,7 +32,7 @@ class Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 def _as_builtin(value: Any) -> Any:
-    # A value of a subclass of str, float or int, such as numpy's float64, travels as one of that class.
+    # A value of a subclass of str, float or int, such as numpy's float64, is encoded as its base.
     for kind in (str, float, int):
         if isinstance(value, kind):
             return kind(value)
@@ -47,13 +47,13 @@ _encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder(enc_hook=_as_builtin).
 
 
 class Codec(Generic[_T]):
-    """Writes and reads the values of one annotation. What reads them is made when it is first used.
+    """Encodes and decodes the values of one annotation. The decoder is created on first use.
 
     Args:
         hint: The annotation: a class, or a tuple of fields.
-        what: What such a value is called in errors.
-        version: A byte that goes before the value, and another one is refused; 0: none goes.
-        long_nbytes: From how many bytes on values are compressed; 0: never.
+        what: The name of such a value in errors.
+        version: A byte before the value; values of other versions are refused. 0: no such byte.
+        long_nbytes: The size from which values are compressed; 0: never.
     """
 
     def __init__(self, hint: Any, what: str, *, version: int = 0, long_nbytes: int = 0) -> None:
@@ -68,14 +68,14 @@ class Codec(Generic[_T]):
         return read
 
     def encode(self, value: _T) -> bytes:
-        """Writes a value; the inverse of `decode`.
+        """Encodes a value; the inverse of `decode`.
 
         Raises:
             ProtocolError: A part of it has no form on the wire.
         """
         try:
             data = _encode(value)
-        except UnicodeEncodeError:  # an odd file name in somebody's traceback must not keep an error from being told
+        except UnicodeEncodeError:  # such as an odd file name in a traceback, whose error must still be sent
             plain = msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=_as_builtin)
             data = msgpack.packb(plain, unicode_errors="backslashreplace")
         except _MALFORMED as exc:
@@ -86,11 +86,11 @@ class Codec(Generic[_T]):
         return data if not self._long_nbytes or len(data) < self._long_nbytes else _COMPRESSED + zlib.compress(data, 1)
 
     def decode(self, data: bytes | bytearray) -> _T:
-        """Reads a value.
+        """Decodes a value.
 
         Raises:
-            ProtocolError: It is no such value, or one of another version.
-            RaycollectError: What the value's class itself refuses.
+            ProtocolError: The value is malformed, or of another version.
+            RaycollectError: The value's class refuses it.
         """
         try:
             if self._version and data[0] != self._version:
@@ -101,7 +101,7 @@ class Codec(Generic[_T]):
             if self._long_nbytes and data[:1] == _COMPRESSED:
                 data = _unzipped(data)
             return self._read(memoryview(data)[1:] if self._version else data)
-        except RaycollectError:  # of the value itself, which says it better
+        except RaycollectError:  # of the value's class, which is more specific
             raise
         except _MALFORMED as exc:
             raise ProtocolError(detail=f"malformed {self._what}: {str(exc)[:_MOST_TOLD]}") from exc
@@ -109,7 +109,7 @@ class Codec(Generic[_T]):
 
 def _unzipped(data: bytes | bytearray) -> bytes:
     unzip = zlib.decompressobj()
-    found = unzip.decompress(data[1:], _MOST_UNZIPPED)
+    result = unzip.decompress(data[1:], _MOST_UNZIPPED)
     if unzip.unconsumed_tail:
         raise ValueError(f"more than {_MOST_UNZIPPED} bytes")
-    return found
+    return result

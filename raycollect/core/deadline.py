@@ -1,4 +1,4 @@
-"""By when a call has to end: the time limit that its caller gave, from the call's beginning on."""
+"""Deadlines of calls: the caller's time limit, counted from the beginning of the call."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Deadline:
     """The end of a call.
 
     Attributes:
-        timeout_s: The limit, in seconds; infinity: there is none.
-        until_s: When it is over, by `time.monotonic`.
+        timeout_s: The limit, in seconds; infinity: no limit.
+        until_s: Its end, by `time.monotonic`.
     """
 
     timeout_s: float = math.inf
@@ -27,7 +27,7 @@ class Deadline:
         return cls(float(timeout_s), time.monotonic() + timeout_s)
 
     def left_s(self) -> float | None:
-        """How many seconds are left; None: no limit."""
+        """The remaining seconds; None: no limit."""
         return None if self.until_s == math.inf else max(self.until_s - time.monotonic(), 0.0)
 
     @property

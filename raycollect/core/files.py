@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and files of JSON of a bounded length."""
+"""Atomically written files, and JSON files of bounded length."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FRESH = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def write(path: str | os.PathLike[str], data: bytes) -> None:
-    """Writes a file; a regular file of that name is replaced.
+    """Writes a file atomically; replaces a regular file of that name.
 
     Raises:
         OSError: It can't be written, or the path names a device, a FIFO, a directory or a link.
@@ -50,7 +50,7 @@ def read_json(path: str | os.PathLike[str], most_nbytes: int) -> Any:
 
 
 def check(path: Path) -> None:
-    """Raises OSError where a path names something that is not a regular file."""
+    """Raises OSError if a path exists and is not a regular file."""
     try:
         kind = path.lstat().st_mode
     except FileNotFoundError:
@@ -63,7 +63,7 @@ def check(path: Path) -> None:
 
 @contextlib.contextmanager
 def unfinished(folder: int, data: bytes, mode: int) -> Iterator[str]:
-    """Writes data to a file of a random name in an open directory; it is removed unless the block renames it."""
+    """Writes data to a file with a random name in an open directory, and removes it unless the block renames it."""
     name = f".{secrets.token_hex(8)}"
     fd = os.open(name, _FRESH, mode, dir_fd=folder)
     try:

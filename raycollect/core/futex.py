@@ -1,9 +1,9 @@
-"""A word in shared memory at which processes sleep, and which wakes all of them by one system call (Linux).
+"""A word in shared memory on which processes sleep; one system call wakes all of them (Linux).
 
-Where each sleeper has a semaphore of its own, one that is woken on the waker's core takes that core at once: the waker
-gets to wake the next one only when the first waits. Here all are ready to go on before the waker loses its core.
+With a semaphore per sleeper, a sleeper woken on the waker's core preempts the waker, which wakes the next one only when
+the first sleeps again. With a futex all sleepers are runnable before the waker loses its core.
 
-A wake-up carries no meaning of its own, as those of `semaphores`.
+A wake-up has no meaning by itself, as with `semaphores`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from raycollect.core.semaphores import TimeSpec
 
 FUTEX_NBYTES = 64  # a cache line, of which the first 4 bytes are the word
 STORES_IN_ORDER: bool = platform.machine() in ("x86_64", "AMD64")
-"""Whether processors see each other's stores in the order in which they were made."""
+"""Whether processors see each other's stores in program order."""
 
 _NUMBERS = {"x86_64": 202, "AMD64": 202, "aarch64": 98}  # of the system call
 _WAIT, _WAKE = 0, 1
@@ -30,9 +30,9 @@ _RETRY = frozenset({errno.EINTR, errno.ETIMEDOUT})
 
 @cache
 def _syscall() -> Any:
-    found = ctypes.CDLL(None, use_errno=True).syscall
-    found.restype = ctypes.c_long
-    return found
+    syscall = ctypes.CDLL(None, use_errno=True).syscall
+    syscall.restype = ctypes.c_long
+    return syscall
 
 
 class Futex:
@@ -42,11 +42,11 @@ class Futex:
         memory: Writable shared memory of `FUTEX_NBYTES` bytes, 4-byte aligned; kept alive.
 
     Attributes:
-        word: The word alone, an unsigned number of 32 bits. Whoever wakes changes it first.
-        wake: Wakes all who sleep; a full barrier as well.
+        word: The word, an unsigned number of 32 bits. Wakers change it first.
+        wake: Wakes all sleepers; also a full barrier.
 
     Raises:
-        OSError: The system call's number is not known for this processor.
+        OSError: The system call's number is unknown for this processor.
     """
 
     def __init__(self, memory: memoryview) -> None:
@@ -55,13 +55,13 @@ class Futex:
             raise OSError(errno.ENOSYS, f"no futex is known for {platform.machine()}")
         self.word: memoryview = memory[:4].cast("I")
         self._held = (ctypes.c_char * FUTEX_NBYTES).from_buffer(memory)
-        # Made once: converting the arguments takes longer than the call.
+        # Arguments are converted once: that takes longer than the call.
         call = partial(_syscall(), ctypes.c_long(number), ctypes.c_void_p(ctypes.addressof(self._held)))
         self.wake: Callable[[], int] = partial(call, ctypes.c_long(_WAKE), ctypes.c_long(_ALL))
         self._wait = partial(call, ctypes.c_long(_WAIT))
 
     def wait(self, seen: int, timeout_s: float) -> bool:
-        """Sleeps until it is woken, unless the word differs from `seen`; False: not woken in time, or a signal."""
+        """Sleeps until woken, unless the word differs from `seen`; False after a timeout or a signal."""
         spec = TimeSpec(int(timeout_s), int((timeout_s % 1.0) * 1e9))
         if self._wait(ctypes.c_long(seen), ctypes.byref(spec)) == 0:
             return True

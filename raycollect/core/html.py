@@ -1,8 +1,8 @@
-"""HTML fragments for notebooks, which need nothing else.
+"""Self-contained HTML fragments for notebooks.
 
-Whatever is not `Markup` is escaped. There are no scripts, and text has no colour of its own, so that a fragment fits
-light and dark pages. Cells set their alignment, as notebooks have another default; numbers stay in one line with their
-units; unfolded text has the background of its row.
+Text that is not `Markup` is escaped. Fragments have no scripts and set no text color, so that they fit light and dark
+pages. Cells set their alignment, as notebooks have another default; numbers stay on one line with their units; unfolded
+text has the background of its row.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from html import escape
 from itertools import islice
 from typing import TypeVar
 
-MOST_CELL = 200  # how many characters of a text are shown
-MOST_WHOLE = 10_000  # how many characters of a folded text are shown
-MOST_ROWS = 64  # how many rows of a table are shown by default
+MOST_CELL = 200  # the longest shown text, in characters
+MOST_WHOLE = 10_000  # the longest shown folded text, in characters
+MOST_ROWS = 64  # the most shown rows of a table, by default
 _T = TypeVar("_T")
 
 
 class Markup(str):
-    """HTML as it is; any other text is escaped."""
+    """HTML that is not escaped."""
 
     __slots__ = ()
 
@@ -30,8 +30,8 @@ def text(value: object, most: int = MOST_CELL) -> Markup:
     if isinstance(value, Markup):
         return value
     words = str(value)
-    kept = words if len(words) <= most else f"{words[: most - 3]}..."
-    return Markup(escape(kept.encode("utf-8", "replace").decode()))  # a lone surrogate would reach no browser
+    shortened = words if len(words) <= most else f"{words[: most - 3]}..."
+    return Markup(escape(shortened.encode("utf-8", "replace").decode()))  # browsers can't receive a lone surrogate
 
 
 def line(value: object) -> Markup:
@@ -52,14 +52,14 @@ def folded(summary: object, whole: str) -> Markup:
 
 
 def failure(error: BaseException) -> Markup:
-    """An error: its first line, which unfolds to the whole where there is more."""
-    told = f"{type(error).__name__}: {error}"
-    first, _, more = told.partition("\n")
-    return folded(first, told) if more or len(first) > MOST_CELL else text(first)
+    """An error: its first line, which unfolds to the whole text if it is longer."""
+    message = f"{type(error).__name__}: {error}"
+    first, _, more = message.partition("\n")
+    return folded(first, message) if more or len(first) > MOST_CELL else text(first)
 
 
 def bar(ended: int | None, count: int) -> Markup:
-    """A progress bar; `ended` None: the progress is not known."""
+    """A progress bar; `ended` None: the progress is unknown."""
     value = "" if ended is None else f' value="{ended}"'
     return Markup(f'<progress max="{max(count, 1)}"{value} style="width:16em;vertical-align:middle"></progress>')
 
@@ -89,26 +89,26 @@ def table(
     if count > len(shown):
         lead, span = "<td></td>" * (len(head) > 1), max(len(head) - 1, 1)
         body.append(f'{lead}<td colspan="{span}" style="text-align:left">... {count - len(shown)} more</td>')
-    made = "\n".join(f"<tr>{row}</tr>" for row in body)
-    return Markup(f"<table>\n<thead><tr>{top}</tr></thead>\n<tbody>\n{made}\n</tbody>\n</table>\n")
+    table_rows = "\n".join(f"<tr>{row}</tr>" for row in body)
+    return Markup(f"<table>\n<thead><tr>{top}</tr></thead>\n<tbody>\n{table_rows}\n</tbody>\n</table>\n")
 
 
 def block(kind: str, title: object, *parts: str) -> Markup:
-    """A fragment of a title and its parts; `kind` is for its class: ``"plan"``."""
+    """A fragment with a title and parts; `kind` is part of its CSS class: ``"plan"``."""
     return Markup(f'<div class="raycollect-{kind}">\n<p><b>{text(title)}</b></p>\n{"".join(parts)}</div>\n')
 
 
 def shown(make: Callable[[_T], str]) -> Callable[[_T], str]:
-    """Decorates a ``_repr_html_``, so that it never raises, and always shows something."""
+    """Decorates a ``_repr_html_``, so that it never raises."""
 
     @functools.wraps(make)
-    def told(self: _T) -> str:
+    def render(self: _T) -> str:
         try:
             return str(make(self))
-        except Exception as exc:  # noqa: BLE001 - a cell that ends with a value must not fail for showing it
+        except Exception as exc:  # noqa: BLE001 - showing a value must not fail its cell
             return str(block("nothing", f"{type(self).__name__}, which can't be shown: {type(exc).__name__}"))
 
-    return told
+    return render
 
 
 def _cell(tag: str, value: object, is_right: bool = False) -> str:

@@ -1,4 +1,4 @@
-"""What a process can run out of, as an error that says so: file descriptors and threads."""
+"""Errors for a process that has run out of file descriptors or threads."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 from raycollect.core import sockets
 from raycollect.errors import ResourceLimitError
 
-_NO_THREAD = "start new thread"  # how CPython says it: it has no class, and no errno, for this
+_NO_THREAD = "start new thread"  # CPython's message: it has no class and no errno for this
 _FILES = Path("/proc/sys/kernel/threads-max"), Path("/sys/fs/cgroup/pids.max")
 
 
 def exhausted(exc: BaseException | None, doing: str) -> ResourceLimitError | None:
-    """The error for an exception by which a process lacks descriptors or threads; None: it says something else.
+    """The error for an exception that means a lack of descriptors or threads; None for other exceptions.
 
     Args:
         exc: The exception.
-        doing: What failed, for the message.
+        doing: The failed action, for the message.
     """
     if isinstance(exc, ResourceLimitError):
         return exc
@@ -37,9 +37,9 @@ def _most_threads() -> int:
     for file in _FILES:
         try:
             limits.append(int(file.read_text()))
-        except (OSError, ValueError):  # it is not there, or says "max"
+        except (OSError, ValueError):  # the file is missing, or contains "max"
             continue
-    return min((one for one in limits if one >= 0), default=-1)
+    return min((limit for limit in limits if limit >= 0), default=-1)
 
 
 def _soft(kind: int) -> int:

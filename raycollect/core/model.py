@@ -1,4 +1,4 @@
-"""The values that all layers share; `raycollect.core.protocols` has the interfaces.
+"""The values that all layers share; their interfaces are in `raycollect.core.protocols`.
 
 Pure: no Ray, no array library. All values are frozen and validated at creation.
 """
@@ -24,7 +24,7 @@ KEY_NBYTES = 28
 TASK_NBYTES = 24
 
 UNKNOWN_TASK = b"\xff" * TASK_NBYTES
-"""In place of a method call that is not known, or does not note its end: an actor task behind it tells."""
+"""In place of a method call that is unknown, or whose end is not recorded: an actor task behind it reports it."""
 
 
 def task_key(task: bytes, index: int) -> Key:
@@ -55,7 +55,7 @@ class OpKind(enum.Enum):
 
         def __hash__(self) -> int: ...
     else:
-        __hash__ = object.__hash__  # members are unique; that of `Enum` is a call
+        __hash__ = object.__hash__  # members are unique; `Enum.__hash__` is a Python call
 
 
 OPS = tuple(kind.value for kind in OpKind)
@@ -68,17 +68,17 @@ PIECES: dict[OpKind, tuple[bool, bool]] = {
     OpKind.REDUCESCATTER: (True, False),
     OpKind.ALLTOALL: (True, True),
 }
-"""Operation -> whether what a rank gives, and what it takes, is one piece per rank; the others have no pieces."""
+"""Operation -> whether a rank's input, and its output, is one piece per rank; the others have no pieces."""
 
 
 PREFIXES = (OpKind.SCAN, OpKind.EXSCAN)
-"""The operations that give each rank the fold of the ranks before it, as MPI_Scan and MPI_Exscan."""
+"""The operations whose result is the fold of the preceding ranks, as MPI_Scan and MPI_Exscan."""
 
 
 def folded_ranks(kind: OpKind, place: int, count: int) -> int:
-    """How many of `count` ranks, from the first on, are folded for the one at a place.
+    """The number of ranks, from the first on, that are folded for the rank at a position; `count` is the world size.
 
-    MPI leaves the result of an exscan on its first rank undefined; here that is what the rank gives.
+    MPI leaves the result of an exscan on its first rank undefined; here it is the rank's input.
     """
     if kind is OpKind.SCAN:
         return place + 1
@@ -108,7 +108,7 @@ class ReduceOp(enum.Enum):
         """Accepts a `ReduceOp`, a name such as ``"sum"``, or another library's enum member of the same name.
 
         Raises:
-            ValueError: It names no reduce op; the message lists those that exist.
+            ValueError: It names no reduce op; the message lists the existing ones.
         """
         name = op if isinstance(op, str) else getattr(op, "name", None)
         if isinstance(name, str) and name.upper() in cls.__members__:
@@ -117,7 +117,7 @@ class ReduceOp(enum.Enum):
 
 
 class NamedGroup(Protocol):
-    """A group, or a membership in one; accepted wherever a group's name is."""
+    """A group, or a membership in one; accepted in place of a group's name."""
 
     @property
     def name(self) -> str:
@@ -131,7 +131,7 @@ class NamedGroup(Protocol):
 
 
 GroupLike = str | NamedGroup
-"""What an operation takes for a group."""
+"""The type of an operation's group argument."""
 
 
 def name_of(group: Any) -> Any:
@@ -143,15 +143,15 @@ def name_of(group: Any) -> Any:
 
 
 class TensorInfo(Wire, frozen=True, kw_only=True):
-    """What ranks must agree on about a tensor.
+    """The description of a tensor, on which ranks must agree.
 
     Attributes:
         shape: The extent of each dimension, in elements.
         dtype: numpy's name of the element type, native byte order: ``"float32"``.
         itemsize: Bytes per element.
         device: ``"cpu"``, or ``"cuda:0"``.
-        library: Its library: ``"numpy"``, ``"torch"``, ... Ranks need not agree on it; an output that is made
-            like a tensor is made by the same library.
+        library: Its library: ``"numpy"``, ``"torch"``, ... Ranks need not agree on it; an output allocated like
+            a tensor has its library.
     """
 
     shape: tuple[int, ...]
@@ -171,13 +171,13 @@ class TensorInfo(Wire, frozen=True, kw_only=True):
         return self.size * self.itemsize
 
     def beside(self, other: TensorInfo) -> TensorInfo:
-        """The same on the device of another tensor; where that is a different one, of that one's library too."""
+        """The same on the device of another tensor; if the device differs, also of the other tensor's library."""
         if self.device == other.device:
             return self
         return replace(self, device=other.device, library=other.library)
 
     def piece(self, count: int) -> TensorInfo | None:
-        """A piece of so many along the first dimension, one row without it; None: the tensor can't be cut so."""
+        """One of `count` equal pieces along the first dimension, a single row without it; None if it can't be cut."""
         if not self.shape or self.shape[0] % count:
             return None
         rows, rest = self.shape[0] // count, self.shape[1:]
@@ -188,19 +188,19 @@ class TensorInfo(Wire, frozen=True, kw_only=True):
 
 
 class Structure(Wire, frozen=True):
-    """How a value is made of tensors: one, or a list, tuple or dict of such values."""
+    """The structure of a value of tensors: a tensor, or a list, tuple or dict of such values."""
 
     kind: Literal["tensor", "list", "tuple", "dict"]
     names: tuple[str | int, ...]  # the keys of a dict, in order; empty for the others
-    items: tuple[Structure, ...]  # how each item is made; empty for a tensor
+    items: tuple[Structure, ...]  # the structure of each item; empty for a tensor
 
     @property
     def count(self) -> int:
-        """How many tensors it holds."""
+        """The number of its tensors."""
         return 1 if self.kind == "tensor" else sum(item.count for item in self.items)
 
     def build(self, tensors: Sequence[Any]) -> Any:
-        """Puts tensors, in order, together in this structure."""
+        """Builds a value of this structure from tensors, in order."""
         if self.kind == "tensor":
             return tensors[0]
         values, at = [], 0
@@ -223,11 +223,11 @@ TENSOR = Structure("tensor", (), ())
 
 
 class Address(Wire, frozen=True, kw_only=True):
-    """Where a participant's control endpoint listens, and the secret that opens it."""
+    """The address and the secret of a participant's control endpoint."""
 
     host: str  # the Ray node's IP address
     port: int
-    secret: bytes  # the 32 bytes that both ends must know; it travels inside Ray only and never over the socket
+    secret: bytes  # 32 bytes that both ends must know; sent through Ray only, never over the socket
 
     def __repr__(self) -> str:
         return f"Address({self.host}:{self.port})"
@@ -237,20 +237,20 @@ class Member(Wire, frozen=True, kw_only=True):
     """One rank of a group, as all processes know it."""
 
     actor_id: str  # the Ray actor id, in hexadecimal
-    actor: str  # its name for people: Worker(3f2a91)
+    actor: str  # its readable name: Worker(3f2a91)
     address: Address
     machine: str  # equal for processes that can share memory (boot id and namespaces)
     node_id: str
     pid: int
-    incarnation: str  # which start of the actor this is; it changes when Ray restarts the actor
-    ordered: bool  # True where methods run one by one in submission order (P2)
-    participant: bool = True  # True where the actor's class has the mixin, so that plans may use its tensors
+    incarnation: str  # identifies the actor's process; it changes when Ray restarts the actor
+    ordered: bool  # whether methods run one by one in submission order (P2)
+    participant: bool = True  # whether the actor's class has the mixin, so that plans may use its tensors
     # (kind, ids) of the accelerators that Ray gave it, as ("GPU", ("0",))
     accelerators: tuple[tuple[str, tuple[str, ...]], ...] = ()
     rank: int
 
     def __post_init__(self) -> None:
-        force_setattr(self, "accelerators", _frozen(self.accelerators))  # lists, where it has travelled
+        force_setattr(self, "accelerators", _frozen(self.accelerators))  # lists, after decoding
 
 
 class Segment(Wire, frozen=True):
@@ -258,7 +258,7 @@ class Segment(Wire, frozen=True):
 
     pid: int
     fd: int  # its descriptor of the memory
-    token: bytes  # random bytes that the memory begins with, to recognise it
+    token: bytes  # random bytes at the beginning of the memory, to recognize it
     nbytes: int
 
     def __repr__(self) -> str:
@@ -269,17 +269,17 @@ class BufferRef(Wire, frozen=True):
     """A part of a segment."""
 
     segment: Segment
-    offset: int  # where it begins, in bytes
-    nbytes: int  # how long it is
+    offset: int  # in bytes
+    nbytes: int
 
 
 TRANSPORTS = ("memory", "mesh", "ring")
-"""How a backend moves data; see `Pricing`."""
+"""The ways in which backends move data; see `Pricing`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pricing:
-    """How a backend moves data, as far as prices depend on it.
+    """How a backend moves data, for the cost model.
 
     Attributes:
         transport: ``"memory"``: each rank copies from the memory of the others. ``"mesh"``: data goes directly from
@@ -300,26 +300,26 @@ class Pricing:
 
 
 BY_RINGS = Pricing()
-"""Of most libraries."""
+"""The pricing of most libraries."""
 
 
 class GroupSpec(Wire, frozen=True, kw_only=True):
     """A group as the planner sees it.
 
     Attributes:
-        name: What the user calls it.
-        group_id: A nonce, so that two groups of one name never meet.
+        name: Its name.
+        group_id: A nonce, unique among groups of one name.
         backend: The name of the backend, never ``"auto"``.
         world_size: The number of ranks.
-        ops: The values of the `OpKind` that the backend runs itself; the planner makes others of these where it can.
+        ops: The values of the `OpKind` that the backend runs itself; the planner builds others from these if it can.
         coalesces: Whether the backend runs several kernels with fewer synchronizations of the ranks.
-        memory: Where its kernels work: ``"cpu"``, ``"cuda"``; ranks bring what lies elsewhere there and back. Empty: it
-            takes tensors wherever they are, all on devices of one kind.
-        options: What the user passes through to the backend (`pg_options`): (name, value), sorted by name. Values are
+        memory: The memory in which its kernels work: ``"cpu"``, ``"cuda"``; ranks stage tensors of other devices there.
+            Empty: it takes tensors on any device, all on devices of one kind.
+        options: The backend's options (`pg_options`): (name, value), sorted by name. Values are
             strings, numbers, booleans, None, and tuples of such values; a dict is a tuple of pairs.
-        timeout_s: How long imperative calls wait for each other, in seconds, where they do not say.
-        hosts: For each rank the number of its host, where the backend needs it (`Pricing.by_host`); else empty. On
-            `tcp`, reductions are left folds over the hosts then, in rank order inside each (P7).
+        timeout_s: The default timeout of imperative calls, in seconds.
+        hosts: The number of each rank's host, if the backend needs it (`Pricing.by_host`); else empty. With hosts,
+            reductions of `tcp` are left folds over the hosts, in rank order inside each (P7).
     """
 
     name: str
@@ -341,34 +341,34 @@ class GroupSpec(Wire, frozen=True, kw_only=True):
             raise ValueError(f"a group has at least one rank, not {self.world_size!r}")
         if not isinstance(self.timeout_s, (int, float)):
             raise TypeError(f"timeout_s is a number, not {self.timeout_s!r}")
-        for name in ("ops", "options", "hosts"):  # lists, where it has travelled
+        for name in ("ops", "options", "hosts"):  # lists, after decoding
             force_setattr(self, name, _frozen(getattr(self, name)))
         if self.hosts and len(self.hosts) != self.world_size:
             raise ValueError(f"{len(self.hosts)} of {self.world_size} ranks have a host")
 
     @property
     def in_rank_order(self) -> bool:
-        """Whether reductions are left folds in rank order, as far as the backend makes such."""
+        """Whether reductions are left folds in rank order, if the backend supports it."""
         return not self.hosts or RANK_ORDER in self.options
 
 
 RANK_ORDER = ("deterministic", "rank_order")
-"""The option that asks for the left fold in rank order also between hosts."""
+"""The option for left folds in rank order also between hosts."""
 
 
 def _frozen(value: Any) -> Any:
-    if isinstance(value, datetime):  # as msgspec reads a timestamp where anything may be
-        raise TypeError(f"a time is no option: {value}")
+    if isinstance(value, datetime):  # msgspec decodes timestamps for `Any`
+        raise TypeError(f"an option can't be a time: {value}")
     return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 
 class Launch(Struct, frozen=True, kw_only=True):
-    """One plan's use of a communicator: a Struct, as one is made in each run, and a frozen dataclass takes 0.5 us.
+    """One plan's use of a communicator. It is a Struct because each run creates one: a frozen dataclass takes 0.5 us.
 
     Attributes:
         seq: The plan's number in its controller's order, from 1 to 2^39. Every rank launches in increasing `seq`.
         ranks: The ranks that take part, ascending.
-        timeout_s: How long a rank waits for the others: in the agreement, and again from the launch on.
+        timeout_s: How long a rank waits for the others: in the agreement, and again in the launch.
     """
 
     seq: int
@@ -378,11 +378,11 @@ class Launch(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """One step with its arrays filled in: what a communicator runs.
+    """One step with its arrays, as a communicator runs it.
 
-    Where a row of the table says "pieces", the side is a tuple of arrays, one per rank of the launch and in rank order;
-    their sizes may differ from rank to rank, but all that name the same (giver, taker) agree. All arrays of a kernel
-    have one dtype on all ranks.
+    "pieces" in the table are a tuple of arrays, one per rank of the launch and in rank order; their sizes may differ
+    from rank to rank, but sender and receiver agree on the size of each. All arrays of a kernel have one dtype on all
+    ranks.
 
     =============  ======================  ======================  ==========================================
     kind           src                     dst                     afterwards
@@ -403,21 +403,21 @@ class Kernel:
 
     In place: `dst` may be the memory of `src` in ALLREDUCE, REDUCE, SCAN and EXSCAN, of ``src[own rank]`` in SCATTER
     and REDUCESCATTER, ``dst[own rank]`` that of `src` in ALLGATHER and GATHER, and ``dst[r]`` that of ``src[r]`` for
-    all r in ALLTOALL. No array that is written overlaps any other. The root of a BROADCAST may have a `dst` of its own,
-    or one array in both places.
+    all r in ALLTOALL. Otherwise, written arrays overlap no other array. The root of a BROADCAST may have a separate
+    `dst`, or one array as both.
 
     Attributes:
-        kind: What to do.
-        src: What is read: an array, pieces, or None.
-        dst: What is written: an array, pieces, or None.
-        op: For reductions.
-        peer: The root, or the other rank of a send or receive; -1 where it has no meaning.
-        most: The size in elements of the largest piece that any rank gives any other in an ALLGATHER, GATHER, SCATTER,
+        kind: The operation.
+        src: The input: an array, pieces, or None.
+        dst: The output: an array, pieces, or None.
+        op: The reduce op of a reduction.
+        peer: The root, or the other rank of a send or receive; else -1.
+        most: The size in elements of the largest piece that any rank sends to another in an ALLGATHER, GATHER, SCATTER,
             REDUCESCATTER or ALLTOALL, the same on all ranks; 0 before the agreement, when only this rank's sizes are
             known.
-        memo: What the backend remembers of these arrays; kernels of a plan that is run again are the same objects.
-            Nothing in it may keep a communicator.
-        form: The same for what holds of any arrays of this layout: kernels that differ in their memory alone share it.
+        memo: The backend's cache for these arrays; repeated plans use the same kernel objects. It must not refer to a
+            communicator.
+        form: The backend's cache for arrays of this layout: kernels that differ only in their memory share it.
     """
 
     kind: OpKind
@@ -431,6 +431,6 @@ class Kernel:
 
     @property
     def sample(self) -> Any:
-        """One of its arrays, which all have the same dtype; None where it has none."""
+        """One of its arrays, which all have the same dtype; None without arrays."""
         side = self.dst if self.src is None else self.src
         return side[0] if type(side) is tuple else side

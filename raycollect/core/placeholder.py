@@ -7,31 +7,31 @@ from typing import TYPE_CHECKING, Any
 
 
 class Placeholder:
-    """Stands for a value that is elsewhere, or not there yet: using it as the value is refused.
+    """Stands for a remote or future value, and refuses to be used as the value.
 
-    Otherwise Python would take it for a value: true, unequal to everything, and so silently wrong.
+    Otherwise Python would treat it as a value that is true and unequal to everything, with silently wrong results.
     """
 
     __slots__ = ()
 
     def _misused(self, name: str = "") -> Exception:
-        """The error to raise; where an attribute of that name was asked for, an AttributeError."""
+        """The error to raise; for access to an attribute of that name, an AttributeError."""
         raise NotImplementedError
 
     def _used(self, use: str) -> Exception:
-        """The error to raise where Python uses it as the value; `use` says how: ``"+"``, ``"float()"``."""
+        """The error to raise if an operator or function `use` takes it as the value: ``"+"``, ``"float()"``."""
         return self._misused()
 
     def _passed_to(self, function: str) -> None:
-        """It is passed to a function of Ray, which may refuse it; raises where that would not say why."""
+        """Called if it is passed to a function of Ray; may raise a clearer error than Ray."""
 
-    __array_priority__: float = 1e9  # so that numpy's operators leave it to those here
+    __array_priority__: float = 1e9  # numpy's operators defer to the methods of this class
 
     def __hash__(self) -> int:
         return object.__hash__(self)
 
     def __eq__(self, other: object) -> bool:
-        # It equals itself; comparing it with a value is refused.
+        # It equals itself, and refuses comparison with values.
         if other is None or isinstance(other, Placeholder):
             return self is other
         raise self._used("==")
@@ -41,16 +41,16 @@ class Placeholder:
             raise self._used("format()")
         return str(self)
 
-    if not TYPE_CHECKING:  # a type checker knows the attributes that there are
+    if not TYPE_CHECKING:  # type checkers know the attributes
 
         def __getattr__(self, name: str) -> Any:
-            # Libraries look for names such as `__deepcopy__` in anything, also in objects not initialised yet.
+            # Libraries look up names such as `__deepcopy__` on any object, also on uninitialized ones.
             if name.startswith("__") or name in type(self).__slots__:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             raise self._misused(name)
 
 
-# `array` is what numpy's functions ask for. Set like this, type checkers refuse them, too.
+# numpy's functions call `__array__`. As the methods are set dynamically, type checkers refuse their use, too.
 _REFUSED = (
     "bool iter reversed len getitem setitem delitem contains call int float complex index bytes round trunc floor ceil "
     "lt le gt ge add sub mul truediv floordiv mod divmod pow matmul lshift rshift and or xor radd rsub rmul rtruediv "

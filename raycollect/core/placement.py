@@ -1,33 +1,33 @@
-"""Where the local tensor of a torch DTensor lies in the global one; plain values, which travel without torch."""
+"""The position of a torch DTensor's local tensor in the global one, as plain values without torch."""
 
 from __future__ import annotations
 
 from raycollect.core.codec import Wire
 
 UNKNOWN = -1
-"""The dimension of a `Cut` that nobody understands."""
+"""The dimension of an unsupported `Cut`."""
 
 
 class Cut(Wire, frozen=True):
-    """What one axis of the mesh does to the tensor: ``Shard``, ``_StridedShard``, ``Replicate`` or ``Partial``."""
+    """The placement along one axis of the mesh: ``Shard``, ``_StridedShard``, ``Replicate`` or ``Partial``."""
 
-    kind: str  # the name of torch's class; as torch prints it where it is not understood
-    dim: int  # the dimension that is cut, of the first two; `UNKNOWN`: it is not understood
-    factor: int  # into how many parts the dimension is cut first, of which each is cut over the axis
+    kind: str  # the name of torch's class; torch's text if unsupported
+    dim: int  # the sharded dimension, of the first two; `UNKNOWN` if unsupported
+    factor: int  # the number of parts into which the dimension is split before each is cut over the axis
 
 
 class Placement(Wire, frozen=True, kw_only=True):
-    """The placement of a DTensor, and the place of who holds the local tensor.
+    """The placement of a DTensor, and the position of this process in its mesh.
 
     Attributes:
         shape: Of the global tensor.
         dtype: numpy's name of the element type.
         mesh: The size of each axis of the mesh.
-        ranks: torch's rank of each place of the mesh, the last axis fastest.
-        at: The place of this process in `ranks`.
-        cuts: What each axis does.
-        order: The axes, in the order in which they cut; empty: as the split factors of `cuts` say, else from the first
-            axis to the last.
+        ranks: torch's rank at each position of the mesh, the last axis fastest.
+        at: The index of this process in `ranks`.
+        cuts: The cut of each axis.
+        order: The axes in cutting order; empty: the order of the split factors of `cuts`, else from the first axis to
+            the last.
     """
 
     shape: tuple[int, ...]

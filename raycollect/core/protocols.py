@@ -1,4 +1,4 @@
-"""The interfaces between layers, and what a backend has to implement.
+"""The interfaces between layers, including those of backends.
 
 Pure: the standard library only. The values that they use are in `raycollect.core.model`.
 """
@@ -14,7 +14,7 @@ from raycollect.core.model import BufferRef, GroupSpec, Kernel, Launch, Segment
 
 
 class Rendezvous(Protocol):
-    """A small store of bytes over which the members of a group find each other, once."""
+    """A small key-value store by which the members of a group find each other once."""
 
     def put(self, name: str, value: bytes) -> None:
         """Publishes a value to all members; called once per name."""
@@ -24,51 +24,51 @@ class Rendezvous(Protocol):
         """Waits for a value.
 
         Raises:
-            CollectiveTimeoutError: Nobody published it in time.
+            CollectiveTimeoutError: No rank published it in time.
         """
         ...
 
 
 class Exchange(Protocol):
-    """Carries arrivals between ranks for backends without a faster way: through the coordinator, over the channel."""
+    """Carries arrivals between ranks through the coordinator, for backends without a faster transport."""
 
     def __call__(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
-        """Brings this rank's arrival, and waits for those of `launch.ranks`; returns them in that order.
+        """Sends this rank's arrival, and waits for those of `launch.ranks`; returns them in that order.
 
         Raises:
-            CollectiveTimeoutError: Not all came within `launch.timeout_s`.
+            CollectiveTimeoutError: Not all ranks arrived within `launch.timeout_s`.
             PlanAbortedError: The launch was aborted meanwhile.
         """
         ...
 
     def abort(self, seq: int) -> None:
-        """Wakes whoever waits in this launch, or will; any thread may call it."""
+        """Makes waits in this launch raise, now and later; any thread may call it."""
         ...
 
 
 class SegmentSource(Protocol):
-    """Shared memory as a backend sees it: where arrays of this process lie in it, and those of others."""
+    """Shared memory as a backend sees it: the positions of this process's arrays, and segments of others."""
 
     def locate(self, address: int, nbytes: int) -> BufferRef | None:
-        """Returns where bytes of this process lie in shared memory; None where others can't reach them there."""
+        """Returns the position of bytes of this process in shared memory; None if others can't access them there."""
         ...
 
     def open(self, segment: Segment) -> Any:
-        """Maps a segment of a process of this machine, or finds it mapped.
+        """Maps a segment of a process of this machine, or returns the existing mapping.
 
-        Whoever holds what it returns, or a view of it, keeps the memory: let go of it when its process is gone.
+        The result and its views keep the memory alive: drop them when the process has ended.
 
         Returns:
             A writable array of bytes, [segment.nbytes].
 
         Raises:
-            OSError: The process is gone, or does not let this one see its memory.
+            OSError: The process has ended, or does not allow access to its memory.
         """
         ...
 
 
 class NoSegments:
-    """The `SegmentSource` where there is no shared memory."""
+    """The `SegmentSource` without shared memory."""
 
     def locate(self, address: int, nbytes: int) -> BufferRef | None:
         """Returns None."""
@@ -80,7 +80,7 @@ class NoSegments:
         Raises:
             OSError: Always.
         """
-        raise OSError("this process maps no memory of others")
+        raise OSError("this process does not map memory of other processes")
 
 
 class Communicator(Protocol):
@@ -90,8 +90,8 @@ class Communicator(Protocol):
     `close` by any thread. Each launch: `agree` once or more, `launch` any number of times, then always `end`, once.
 
     Two attributes are optional. `device`: the device in whose memory it works, ``"cuda:0"``. `sees_departures`: whether
-    a rank in `launch` sees for itself how far another rank came that has left the launch or the group, so that nobody
-    has to abort it; False by default.
+    a rank in `launch` sees the progress of another rank that has left the launch or the group, so that the launch need
+    not be aborted; False by default.
     """
 
     rank: int
@@ -100,23 +100,22 @@ class Communicator(Protocol):
     def agree(
         self, launch: Launch, arrival: bytes, kernel: Kernel | None = None, expected: Sequence[bytes] | None = None
     ) -> Sequence[bytes]:
-        """Brings all of `launch.ranks` together and returns everybody's `arrival`, in rank order.
+        """Waits for all of `launch.ranks` and returns their arrivals, in rank order.
 
         Args:
             launch: The launch.
-            arrival: What this rank brings.
-            kernel: The first kernel of the launch. The backend may copy what this rank gives to it to where others can
-                read it. Where the launch is not refused, all of its ranks bring their first kernel or none does.
-            expected: What the agreement of an earlier run has returned; ranks may differ in whether they expect
-                anything.
+            arrival: The bytes that this rank sends to the others.
+            kernel: The first kernel of the launch. The backend may stage its input for other ranks. Unless the launch
+                is refused, all ranks pass their first kernel, or none does.
+            expected: The result of the agreement of an earlier run, or None; ranks may differ in this.
 
         Returns:
-            The very object `expected` where all have brought just that, so that the caller need not compare.
+            The object `expected` if the arrivals equal it, so that the caller need not compare.
 
         Raises:
-            RefusedError: The kernel can't be prepared, or the arrival is too long. Nothing was brought: the caller
-                agrees again, with an arrival that says why, and without a kernel.
-            CollectiveTimeoutError: Naming the ranks that did not come within `launch.timeout_s`.
+            RefusedError: The kernel can't be prepared, or the arrival is too long. Nothing was sent: the caller agrees
+                again, with an arrival that reports the reason, and without a kernel.
+            CollectiveTimeoutError: Names the ranks that did not arrive within `launch.timeout_s`.
             PlanAbortedError: The launch was aborted meanwhile.
         """
         ...
@@ -126,9 +125,9 @@ class Communicator(Protocol):
 
         Args:
             launch: The launch, after its agreement.
-            kernels: One kernel; or several of one kind, op and root that don't depend on each other, as many on all
-                ranks. Several come only where the backend's `Capabilities.coalesces`: the backend runs them with fewer
-                synchronizations of the ranks where it can, or one after the other.
+            kernels: One kernel; or several independent kernels of one kind, op and root, equally many on all ranks, if
+                the backend's `Capabilities.coalesces` is True: the backend runs them with fewer synchronizations of
+                the ranks, or one after the other.
 
         Raises:
             CollectiveTimeoutError: They had not ended within `launch.timeout_s`.
@@ -138,42 +137,42 @@ class Communicator(Protocol):
         ...
 
     def end(self, launch: Launch, ok: bool, owed: Sequence[Kernel] = ()) -> tuple[int, ...]:
-        """Closes the launch; called once for each launch, whatever has happened. Never waits for another rank.
+        """Closes the launch; called once for each launch, also after a failure. Never waits for another rank.
 
         Args:
             launch: The launch.
             ok: Whether this rank ran all of it.
-            owed: The kernels on which all ranks have agreed and that this rank has not ended. Others may wait in them:
-                a backend whose ranks can't be interrupted there releases them.
+            owed: The kernels on which all ranks have agreed and that this rank has not ended. Other ranks may wait in
+                them: a backend without interruptible kernels releases these ranks.
 
         Returns:
-            The ranks that are known to have run all of it. Where ranks can see each other, the last one to end sees
-            all, so that it alone has to report; empty where they can't.
+            The ranks known to have run all of it. If ranks can see each other, the last one to end sees all, so that
+            only that rank reports; empty if they can't.
         """
         ...
 
     def abort(self, seq: int) -> None:
         """Makes every wait of that launch, now or later, raise PlanAbortedError.
 
-        0 is no launch: the process of a rank has ended, so that `close` must not wait for the others.
+        0 is not a launch: the process of a rank has ended, so `close` must not wait for the others.
         """
         ...
 
     def lost(self, rank: int) -> bool:
-        """Hears that the process of a rank has ended. What that rank did before counts.
+        """Notifies the communicator that the process of a rank has ended. Completed steps of that rank stay valid.
 
         Returns:
-            True where the backend sees for itself how far that rank came: a launch for which that is enough goes on to
-            its end, and waits for anything else of that rank raise PlanAbortedError, now and later. False where it
-            can't: the caller aborts the launch under way.
+            True if the backend sees the progress of that rank: a launch that needs nothing more from it continues to
+            its end, and other waits for that rank raise PlanAbortedError, now and later. False if it can't: the
+            caller aborts the current launch.
         """
         ...
 
     def close(self) -> None:
-        """Releases all that the communicator holds. May be called twice.
+        """Releases the communicator's resources. May be called twice.
 
-        A launch under way is woken, and releases what it uses as it ends. The library may take its time: callers that
-        must not wait make the call on another thread.
+        A running launch is woken, and releases its resources as it ends. The library may block for a while: callers
+        that must not wait make the call in another thread.
         """
         ...
 
@@ -183,9 +182,9 @@ class Reaching(Protocol):
     """An option of a `Communicator` whose ranks can read each other's memory: boxes move without messages."""
 
     def show_boxes(self, launch: Launch, boxes: BoxExchange | None) -> None:
-        """Tells the others where this rank's boxes lie, before the agreement of a launch of one exchange.
+        """Publishes the positions of this rank's boxes, before the agreement of a launch of one exchange.
 
-        All ranks call it; with None where a rank does not know yet.
+        All ranks call it, with None if a rank does not know its boxes yet.
 
         Raises:
             CollectiveTimeoutError, PlanAbortedError: As `agree`.
@@ -196,7 +195,7 @@ class Reaching(Protocol):
         """Runs an exchange of boxes to its end, after the agreement of the launch.
 
         Returns:
-            False on all ranks, and nothing was written, where one of them has memory that others can't read.
+            False on all ranks, without any writes, if one of them has memory that others can't read.
         """
         ...
 
@@ -218,15 +217,15 @@ class NoFaults:
 
 @dataclass(frozen=True, slots=True)
 class Joining:
-    """What a rank joins a group with.
+    """The arguments with which a rank joins a group.
 
     Attributes:
         spec: The group.
         rank: This process's rank.
-        rendezvous: How the members find each other.
-        exchange: How they agree, for backends without a way of their own.
+        rendezvous: The store by which the members find each other.
+        exchange: The agreement for backends without their own.
         host: The address of this node, for backends that listen.
-        segments: The shared memory of this process and of others, for backends that work in it.
+        segments: The shared memory of this process and of others, for backends that use it.
     """
 
     spec: GroupSpec

@@ -1,7 +1,7 @@
 """Wake-ups through shared memory: process-shared POSIX semaphores, one per rank, posted by any peer.
 
-A wake-up carries no meaning of its own: whoever wakes looks at the words in shared memory again. So a superfluous one
-only costs a look, and a rank that leaves in the middle has nothing to tidy up.
+A wake-up has no meaning by itself: a woken rank reads the words in shared memory again. So a superfluous wake-up only
+costs a check, and a rank that leaves early has nothing to clean up.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Semaphore:
     """One rank's semaphore.
 
     Attributes:
-        ring: Posts it; its one failure is a count of 2^31: awake already. As `take` it is libc's own function, since
-            every run calls it several times.
-        take: Takes one post, if there is one: 0 where there was. In any case a full barrier.
+        ring: Posts it; it fails only at a count of 2^31, when the rank is awake anyway. Like `take`, it is libc's own
+            function, since every run calls it several times.
+        take: Takes one post, if any; returns 0 if it took one. Always a full barrier.
     """
 
     def __init__(self, held: ctypes.Array[ctypes.c_char], at: int) -> None:
@@ -67,7 +67,7 @@ class Semaphore:
         self.take: Callable[[], int] = partial(libc.try_wait, address)
 
     def wait(self, timeout_s: float) -> bool:
-        """Takes one post; False where none came in time, or a signal arrived. For the semaphore of this rank."""
+        """Takes one post; False after a timeout or a signal. For the semaphore of this rank."""
         libc = self._libc
         # sem_timedwait counts by the wall clock, which may jump: callers wait in short slices.
         until_s = (time.monotonic() if libc.clock_wait else time.time()) + timeout_s
@@ -79,12 +79,12 @@ class Semaphore:
         return returned == 0 or _check()
 
     def drain(self) -> None:
-        """Takes all posts that are there; look at the words afterwards, never before."""
+        """Takes all posts; read the words afterwards, never before."""
         while self.take() == 0:
             pass
 
     def init(self) -> None:
-        """Sets it up, in the one process that does so, before any other maps it."""
+        """Initializes it, in one process, before any other process maps it."""
         if self._libc.init(self._address, 1, 0) != 0:
             _check()
 
@@ -95,14 +95,14 @@ def semaphores(memory: memoryview, count: int, *, init: bool) -> list[Semaphore]
     Args:
         memory: Writable shared memory of `count` x `SEM_NBYTES` bytes, 8-byte aligned; kept alive.
         count: The number of ranks.
-        init: True in the one process that sets them up, before any other maps them.
+        init: True in the process that initializes them, before any other process maps them.
     """
     held = (ctypes.c_char * (count * SEM_NBYTES)).from_buffer(memory)
-    found = [Semaphore(held, rank * SEM_NBYTES) for rank in range(count)]
+    result = [Semaphore(held, rank * SEM_NBYTES) for rank in range(count)]
     if init:
-        for one in found:
-            one.init()
-    return found
+        for semaphore in result:
+            semaphore.init()
+    return result
 
 
 def _check() -> bool:

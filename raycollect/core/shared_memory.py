@@ -1,6 +1,6 @@
 """Anonymous memory that processes share: a sealed memfd.
 
-Its size can never change: a file that shrinks kills those who map it by SIGBUS.
+Its size can never change: a shrinking file kills processes that map it by SIGBUS.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from contextlib import contextmanager
 
 from raycollect.core.model import Segment
 
-TOKEN_NBYTES = 32  # of the token at the beginning of memory that other processes find by its `Segment`
+TOKEN_NBYTES = 32  # of the token at the beginning of a segment
 
 
 def create(name: str, nbytes: int) -> int:
-    """Makes a sealed memfd, called `name` in /proc, whose pages have no memory yet; returns its descriptor.
+    """Creates a sealed memfd, called `name` in /proc, whose pages have no memory yet; returns its descriptor.
 
     Raises:
-        OSError, AttributeError: This system has none.
+        OSError, AttributeError: The system does not support it.
     """
     if not hasattr(os, "memfd_create"):
-        raise OSError("this system has no memfd_create (Linux has)")
+        raise OSError("this system lacks memfd_create, which Linux has")
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
@@ -38,24 +38,24 @@ def create(name: str, nbytes: int) -> int:
 
 
 def is_sealed(fd: int, nbytes: int) -> bool:
-    """Whether a file has that size, and will always have it."""
+    """Whether a file has that size, and can't change it."""
     return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _seals() == _seals() and os.fstat(fd).st_size == nbytes
 
 
 @contextmanager
 def opened(segment: Segment, name: str, flags: int) -> Iterator[int]:
-    """A descriptor of another process's memory, once it is sure to be that memory.
+    """Opens a descriptor of another process's memory, and verifies that it is that memory.
 
     Args:
-        segment: Where it is, in a process of this machine and user.
-        name: As `create` got it.
-        flags: Those of `os.open`.
+        segment: Memory of a process of this machine and user.
+        name: The name passed to `create`.
+        flags: The flags of `os.open`.
 
     Raises:
-        OSError: The process is gone, or does not let this one see its memory.
+        OSError: The process has ended, or does not allow access to its memory.
     """
     path = f"/proc/{segment.pid}/fd/{segment.fd}"
-    if not os.readlink(path).startswith(f"/memfd:{name} "):  # noqa: PTH115 - what else is there is not even opened
+    if not os.readlink(path).startswith(f"/memfd:{name} "):  # noqa: PTH115 - other files are not even opened
         raise OSError(errno.ESTALE, f"no longer memory of the name {name}", path)
     fd = os.open(path, flags | os.O_CLOEXEC)
     try:
@@ -69,19 +69,19 @@ def opened(segment: Segment, name: str, flags: int) -> Iterator[int]:
 
 
 class OwnSegment:
-    """Memory of this process that others of this machine find by its `segment`.
+    """Memory of this process that other processes of this machine map by its `segment`.
 
     Args:
-        name: What it is called in /proc.
+        name: Its name in /proc.
         nbytes: Its size.
-        backed_nbytes: How much of it is there from the beginning; None: all. `back` adds more.
+        backed_nbytes: The part, from the beginning, that gets memory at once; None: all. `back` adds more.
 
     Attributes:
-        segment: Where it is.
+        segment: Its description for other processes.
         mapped: The memory; the token of `segment` is at its beginning.
 
     Raises:
-        OSError: This system has none, or too little of it.
+        OSError: The system lacks memfd, or has too little memory.
     """
 
     def __init__(self, name: str, nbytes: int, backed_nbytes: int | None = None) -> None:
@@ -97,16 +97,16 @@ class OwnSegment:
         self.mapped[:TOKEN_NBYTES] = self.segment.token
 
     def back(self, at: int, nbytes: int) -> None:
-        """Has the system provide memory for a part; OSError: there is too little, which would be SIGBUS later."""
+        """Allocates memory for a part; raises OSError without enough memory, which would be SIGBUS later."""
         os.posix_fallocate(self._fd, at, nbytes)
 
     def close(self) -> None:
-        """Closes the descriptor; the memory lives until all who map it are gone."""
+        """Closes the descriptor; the memory lives as long as a process maps it."""
         self._closing()
 
 
 def _close(fd: int, pid: int) -> None:
-    if os.getpid() == pid:  # in a forked child the number may be another file's by now
+    if os.getpid() == pid:  # in a forked child the descriptor may be another file's
         os.close(fd)
 
 

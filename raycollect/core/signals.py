@@ -1,24 +1,24 @@
-"""Defers Python's signal handlers while the main thread does what must not be split, such as sending a plan.
+"""Defers Python's signal handlers while the main thread is in a critical section, such as sending a plan.
 
 Python runs signal handlers in the main thread, between any two steps of its code, and they may raise: KeyboardInterrupt
 after Ctrl-C, or the user's TimeoutError after `signal.alarm`. Inside ``with Deferred():`` no handler runs. A signal is
-recorded, and its handler runs at the end of the outermost block, or at a wait inside it. So an exception of a handler
-comes up only where nothing is half done, and it is the handler's own:
+recorded, and its handler runs at the end of the outermost block, or at a wait inside it. So a handler raises its
+exception only between critical sections:
 
 - `waiting` waits, and runs the handlers of signals that arrive meanwhile;
 - `deliver` runs the handlers of signals that have arrived;
 - `Allowed` undoes `Deferred` for a block that may take long, and that may be interrupted anywhere.
 
-Other threads run no handlers: all of this does nothing there.
+Other threads run no handlers, so all of this does nothing there.
 
-For the time of the outermost block, `_record` replaces each handler. While signals are not deferred, it calls the
-handler that it replaces. So a handler may raise at any point in this file, too: whatever is left half done, each signal
-reaches its handler, and the next block puts the handlers back.
+In the outermost block, `_record` replaces each handler. While signals are not deferred, it calls the replaced handler.
+So a handler may raise at any point in this file, too: each signal still reaches its handler, and the next block
+restores the handlers.
 """
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # those of `signal` look each handler up in an enum: ten times the time
+import _signal  # type: ignore[import-not-found]  # those of `signal` convert handlers to enums, and take ten times as long
 import ctypes
 import os
 import signal
@@ -33,14 +33,14 @@ from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 SLICE_S = 0.05
-"""For how long `waiting` may keep a signal from its handler, in seconds."""
+"""The longest delay of a handler in `waiting`, in seconds."""
 
 _NAMES = "HUP INT QUIT USR1 USR2 ALRM TERM CHLD CONT TSTP XCPU VTALRM PROF WINCH IO PWR"
 
 _SIGNALS = tuple(int(getattr(signal, f"SIG{name}")) for name in _NAMES.split() if hasattr(signal, f"SIG{name}"))
-"""The signals that programs handle in Python, but for real-time signals, whose handlers are not deferred."""
+"""The signals that programs handle in Python, except real-time signals, whose handlers are not deferred."""
 
-_DEPTH = 12  # how deep the frames of `Deferred.__enter__` lie at most, below that of its caller
+_DEPTH = 12  # the most frames of `Deferred.__enter__`, below that of its caller
 
 _ACTION_NBYTES = 1024  # more than any `struct sigaction` takes
 
@@ -57,8 +57,8 @@ class _Main:
         ident: The main thread.
         is_deferring: Whether signals are recorded.
         pending: The signals that were recorded, in the order of their arrival.
-        open: How many blocks of `open_block` there are; meanwhile the handlers stay replaced.
-        handlers: The handlers that `_record` replaces, or did, by signal.
+        open: The number of open blocks of `open_block`, during which the handlers stay replaced.
+        handlers: The current and earlier handlers that `_record` replaces, by signal.
     """
 
     def __init__(self) -> None:
@@ -67,12 +67,12 @@ class _Main:
         self.pending: list[int] = []
         self.open = 0
         self.handlers: dict[int, Any] = {}
-        self._seen: list[Any] = []  # the handlers of `_SIGNALS` when they were last looked into
+        self._seen: list[Any] = []  # the handlers of `_SIGNALS` at the last check
         self._to_swap: tuple[int, ...] = ()  # the signals among them that `_record` can handle
 
     def swap(self) -> None:
-        """Replaces all handlers. Signals reach them all the same until `is_deferring` is set."""
-        if [*map(_get, _SIGNALS)] != self._seen:  # all of them, each time: a program may have set one meanwhile
+        """Replaces all handlers. Signals still reach them until `is_deferring` is set."""
+        if [*map(_get, _SIGNALS)] != self._seen:  # checked each time: a program may have set a handler
             self._look()
         try:
             for number in self._to_swap:
@@ -83,15 +83,17 @@ class _Main:
 
     def _look(self) -> None:
         """Finds the signals with handlers that are functions of Python."""
-        # Inside of `Allowed` they are replaced already
-        seen = [self.handlers[at] if (one := _get(at)) is _record else one for at in _SIGNALS]
+        # Inside `Allowed` they are already replaced
+        seen = [self.handlers[at] if (handler := _get(at)) is _record else handler for at in _SIGNALS]
         if seen != self._seen:
-            found = {number: one for number, one in zip(_SIGNALS, seen, strict=True) if _is_python(number, one)}
-            self.handlers.update(found)
-            self._seen, self._to_swap = seen, tuple(found)
+            python_handlers = {
+                number: handler for number, handler in zip(_SIGNALS, seen, strict=True) if _is_python(number, handler)
+            }
+            self.handlers.update(python_handlers)
+            self._seen, self._to_swap = seen, tuple(python_handlers)
 
     def restore(self) -> None:
-        """Puts the handlers back, but not over those that somebody has set meanwhile."""
+        """Restores the handlers, except those that the program has set meanwhile."""
         if self.open:
             return
         for number, handler in self.handlers.items():
@@ -109,7 +111,7 @@ class _Main:
                     self.deliver(frame)
 
     def forked(self) -> None:
-        """The process is a new one, whose main thread is the one that forked."""
+        """Resets the state in a forked child, whose main thread is the thread that forked."""
         self.ident = get_ident()
         self.is_deferring, self.open = False, 0
         self.pending.clear()
@@ -117,7 +119,7 @@ class _Main:
 
 
 class Deferred:
-    """Defers signals for a block; blocks may be nested. What waits in it uses `waiting` or `Allowed`."""
+    """Defers signals for a block; blocks may be nested. Waits in it use `waiting` or `Allowed`."""
 
     __slots__ = ("_begins",)
 
@@ -143,7 +145,7 @@ class Deferred:
 
 
 class Allowed:
-    """Lets signals take effect in a block inside of `Deferred`: those recorded before as it begins."""
+    """Lets handlers run in a block inside `Deferred`; those of recorded signals run as it begins."""
 
     __slots__ = ("_begins",)
 
@@ -161,14 +163,14 @@ class Allowed:
 
     def __exit__(self, *exc: object) -> None:
         if self._begins:
-            _main.swap()  # a handler may have used `Deferred`, whose end puts all handlers back
+            _main.swap()  # a handler may have used `Deferred`, whose end restores all handlers
             _main.is_deferring = True
 
 
 def guarded(function: _Function) -> _Function:
-    """Marks a method `__exit__` that has to begin, whatever comes: it uses `Deferred` first of all.
+    """Marks a method `__exit__` that no handler may keep from beginning: its first statement enters `Deferred`.
 
-    A handler that raises at the very beginning of such a method would leave its block open for ever. The method is
+    A handler that raises at the beginning of such a method would leave its block open forever. The method is
     guarded between `open_block` and `close_block`, which it calls itself.
     """
     _guarded.add(function.__code__)
@@ -176,24 +178,24 @@ def guarded(function: _Function) -> _Function:
 
 
 def open_block() -> None:
-    """Begins a block whose `__exit__` is `guarded`; called inside of `Deferred`."""
+    """Begins a block whose `__exit__` is `guarded`; called inside `Deferred`."""
     if runs_handlers():
         _main.open += 1
 
 
 def close_block() -> None:
-    """Ends a block of `open_block`; called inside of `Deferred`."""
+    """Ends a block of `open_block`; called inside `Deferred`."""
     if runs_handlers():
         _main.open = max(_main.open - 1, 0)
 
 
 def runs_handlers() -> bool:
-    """Whether the calling thread is the one that runs the handlers of signals."""
+    """Whether the calling thread runs the handlers of signals."""
     return get_ident() == _main.ident
 
 
 def deliver() -> None:
-    """Runs the handlers of signals that were recorded, inside of `Deferred`."""
+    """Runs the handlers of recorded signals, inside `Deferred`."""
     if _main.pending and get_ident() == _main.ident:
         with Allowed():
             pass
@@ -203,12 +205,12 @@ def waiting(wait: Callable[[float], object], timeout_s: float | None = None) -> 
     """Waits, and runs the handlers of signals that arrive meanwhile, at most `SLICE_S` later.
 
     Args:
-        wait: Waits for as many seconds, and returns whether that has come for which it waits; it then returns at once,
-            with no handler run in between.
-        timeout_s: How long to wait in all, in seconds; None: no limit.
+        wait: Waits for the given seconds, and returns whether its condition holds; it then returns at once, without
+            running a handler.
+        timeout_s: The total limit, in seconds; None: no limit.
 
     Returns:
-        False where it has not come in time.
+        False after a timeout.
     """
     if not _main.is_deferring or get_ident() != _main.ident:
         return bool(wait(threading.TIMEOUT_MAX if timeout_s is None else max(timeout_s, 0.0)))
@@ -239,7 +241,7 @@ def _is_guarded(frame: FrameType | None) -> bool:
 
 
 def _is_python(number: int, handler: Any) -> bool:
-    """Whether a signal runs this function; not where a library has replaced Python's own handler, as Ray does."""
+    """Whether a signal runs this function; False if a library has replaced Python's C handler, as Ray does."""
     return callable(handler) and _address(number) == _pythons()
 
 
@@ -251,7 +253,7 @@ def _pythons() -> int:
         if unset == signal.SIG_DFL:
             try:
                 _set(number, lambda *_: None)
-            except ValueError:  # the main thread of another interpreter than the first, where no handler ever runs
+            except ValueError:  # the main thread of a subinterpreter, which runs no handlers
                 return -1
             try:
                 return _address(number)

@@ -1,4 +1,4 @@
-"""The sockets under the channel and under backend `tcp`: how they are opened, tuned and described."""
+"""The sockets of the channel and of backend `tcp`: opening, options and descriptions."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from typing import Any
 from raycollect.core.signals import Allowed, Deferred
 from raycollect.errors import ConnectionLostError
 
-# Errors of a process or a machine that can't open one more socket for now.
+# Errors of a process or a machine that can't open another socket for now.
 FULL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-SPARE_DESCRIPTORS = 4  # stay free for files that are opened briefly
+SPARE_DESCRIPTORS = 4  # left free for files that are opened briefly
 
-# A dead host is noticed after 5 + 3 * 2 s of silence, or when something sent was not acknowledged for so long as `tune`
-# is told. What the platform lacks is left out; a dead process is noticed by the end of its connection in any case.
+# A dead host is detected after 5 + 3 * 2 s of silence, or when sent data was not acknowledged within the timeout of
+# `tune`. Options that the platform lacks are skipped; a dead process is detected by the end of its connection anyway.
 _TCP_OPTIONS = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
 
-# The time for that on connections whose ends read all the time. (Linux counts a full receiver as silence, too.)
+# The default of that timeout, for connections whose ends always read. (Linux counts a full receiver as silence, too.)
 USER_TIMEOUT_S = 10.0
 
 _PROBE_S = 2.0  # How long the kernel waits after a keepalive probe, as in `_TCP_OPTIONS`
-# The most of a silence before the kernel asked that counts. Data is sent again up to 7 s after a cut that heals in 5 s.
+# The most that counts of a silence before the first probe. Data is resent up to 7 s after an outage of 5 s.
 _UNASKED_S = 1.0
 
 _BACKLOG = 1024
-_MOST_VIEWS = 256  # that one system call gets, which takes 1024
+_MOST_VIEWS = 256  # views per system call, whose limit is 1024
 
-LOCAL_NBYTES = 2 << 20  # How much a connection within one machine takes before its other end reads
+LOCAL_NBYTES = 2 << 20  # The send buffer of a connection within one machine
 
-QUIET_S = 1.0  # After how long without any acknowledgement of what was sent a connection counts as cut
-# Of `struct tcp_info`: the state of the connection, how often data was sent again in vain, keepalive probes without an
-# answer, and how many ms ago data and an acknowledgement came last.
+QUIET_S = 1.0  # A connection counts as cut after this time without an acknowledgement of sent data
+# Of `struct tcp_info`: the state of the connection, the retransmits, the unanswered keepalive probes, and the ms since
+# the last data and the last acknowledgement.
 _TCP_INFO = struct.Struct("=BxBB48xII")
 _ESTABLISHED = 1
 
-# A forked child (a data loader's worker) would keep connections of its dead parent alive, and hide its death from the
-# peers. Nothing but the process itself can know of a fork, hence a table of the process.
+# A forked child (a data loader's worker) would keep connections of its dead parent open, and hide its death from the
+# peers. Only the process itself sees a fork, hence a table of the process.
 _open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
@@ -63,10 +63,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def tune(sock: socket.socket, user_timeout_s: float = USER_TIMEOUT_S) -> None:
-    """Sets the options that every connection has; OSError: it has ended.
+    """Sets the options of every connection; raises OSError if it has ended.
 
-    The other end may leave what was sent unacknowledged, or unread, for `user_timeout_s`. A connection within one
-    machine only ends with a process.
+    The peer may leave sent data unacknowledged, or unread, for `user_timeout_s`. A connection within one machine only
+    ends with a process.
     """
     _open_sockets.add(sock)
     if is_local(sock):
@@ -81,19 +81,19 @@ def tune(sock: socket.socket, user_timeout_s: float = USER_TIMEOUT_S) -> None:
 
 
 def silent_s(sock: socket.socket, tries: int = 1) -> float:
-    """For how many seconds nothing has come although the kernel has asked so often; 0: it has not, or nobody knows.
+    """The seconds of silence after at least `tries` retransmits and probes of the kernel; 0 if fewer, or unknown.
 
-    The other end's kernel acknowledges, whatever its process does.
+    The peer's kernel acknowledges, independently of its process.
     """
-    again, probes, quiet_s = _asked(sock)
+    again, probes, quiet_s = _unacknowledged(sock)
     return quiet_s if again + probes >= tries else 0.0
 
 
-def _asked(sock: socket.socket) -> tuple[int, int, float]:
-    # How often the kernel has sent data again, and keepalive probes, without an answer; for how long nothing came.
+def _unacknowledged(sock: socket.socket) -> tuple[int, int, float]:
+    # The retransmits and keepalive probes without an answer; the seconds of silence.
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-    except (OSError, AttributeError):  # it is closed; or no Linux
+    except (OSError, AttributeError):  # closed, or not Linux
         return 0, 0, 0.0
     if len(info) < _TCP_INFO.size:
         return 0, 0, 0.0
@@ -102,14 +102,14 @@ def _asked(sock: socket.socket) -> tuple[int, int, float]:
 
 
 def count_silence(sock: socket.socket) -> bool:
-    """Has the silence so far count against what is sent next: else that would begin `USER_TIMEOUT_S` anew.
+    """Subtracts the silence so far from the timeout of the next data, which else would get all of `USER_TIMEOUT_S`.
 
-    (Linux sends no keepalive probes while data is under way.) Where nothing was asked before, nothing was to be heard:
-    of that time little counts, so that a cut of a few seconds can heal. Returns whether there was any: then the time is
-    shorter until this is called again.
+    (Linux sends no keepalive probes while data is in flight.) Silence before the first probe proves little, so little
+    of it counts, and an outage of a few seconds can heal. Returns whether there was any silence: then the timeout is
+    shorter until the next call.
     """
-    again, probes, quiet_s = _asked(sock)
-    if again:  # the kernel counts from when the data was first sent
+    again, probes, quiet_s = _unacknowledged(sock)
+    if again:  # the kernel counts from the first transmission
         return True
     quiet_s = min(quiet_s, _PROBE_S * probes + _UNASKED_S) if probes else 0.0
     option = getattr(socket, "TCP_USER_TIMEOUT", None)
@@ -120,21 +120,21 @@ def count_silence(sock: socket.socket) -> bool:
 
 
 def cut_links() -> tuple[str, ...]:
-    """The links to other hosts over which this process gets no acknowledgement, as ``10.0.0.1 and 10.0.0.2``."""
-    found = set[str]()
+    """The links to other hosts without acknowledgements, as ``10.0.0.1 and 10.0.0.2``."""
+    links = set[str]()
     for sock in _all_open():
         if silent_s(sock, tries=2) >= QUIET_S:
             with contextlib.suppress(OSError):
                 ends = {str(sock.getsockname()[0]), str(sock.getpeername()[0])}
-                found.update([" and ".join(sorted(ends))] if len(ends) > 1 else [])
-    return tuple(sorted(found))
+                links.update([" and ".join(sorted(ends))] if len(ends) > 1 else [])
+    return tuple(sorted(links))
 
 
 def _all_open() -> list[socket.socket]:
     while True:
         try:
             return list(_open_sockets)
-        except RuntimeError:  # another thread has added one meanwhile
+        except RuntimeError:  # another thread has added a socket
             continue
 
 
@@ -161,9 +161,9 @@ def listen(host: str) -> socket.socket:
 
 
 def listen_locally() -> tuple[socket.socket, str] | None:
-    """Listens on a fresh name for processes of this machine, without a file; None where that is not possible.
+    """Listens on a fresh abstract name for processes of this machine; None if that is not possible.
 
-    Any user of the machine can connect, as to a port; not from another network namespace. `connect` takes the name,
+    Any user of the machine can connect, as to a port, but only in the same network namespace. `connect` takes the name,
     which begins with ``@``, as a host.
     """
     if not sys.platform.startswith("linux"):
@@ -185,12 +185,12 @@ def listen_locally() -> tuple[socket.socket, str] | None:
 
 
 def is_local(sock: socket.socket) -> bool:
-    """Whether it is a connection within one machine that does not go through the network's code."""
+    """Whether it is a Unix socket, and so a connection within one machine."""
     return sock.family == getattr(socket, "AF_UNIX", None)
 
 
 def connect(host: str, port: int, timeout_s: float) -> socket.socket:
-    """Opens a tuned connection, in blocking mode, to a port or to a name of `listen_locally`; ConnectionLostError."""
+    """Opens a connection, in blocking mode, to a port or to a name of `listen_locally`; raises ConnectionLostError."""
     peer = f"{host}:{port}"
     if timeout_s <= 0:
         raise ConnectionLostError(detail="no time was left to connect", peer=peer)
@@ -208,7 +208,7 @@ def connect(host: str, port: int, timeout_s: float) -> socket.socket:
     try:
         raise ConnectionLostError(detail=f"can't connect: {failed}", peer=peer) from failed
     finally:
-        del failed  # whose traceback holds this frame
+        del failed  # its traceback holds this frame
 
 
 def _connected(family: int, kind: int, number: int, place: Any, timeout_s: float) -> socket.socket:
@@ -226,24 +226,24 @@ def _connected(family: int, kind: int, number: int, place: Any, timeout_s: float
 
 
 def shortage(needed: int) -> str:
-    """Why this process can't open so many files, or "". A library that is refused one may end the process."""
+    """Says why this process can't open `needed` files, or "". Some libraries end the process if they can't."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
         return ""
     try:
-        free = limit - sum(int(one.name) < limit for one in Path("/proc/self/fd").iterdir()) + 1  # the one to look
+        free = limit - sum(int(fd.name) < limit for fd in Path("/proc/self/fd").iterdir()) + 1  # of `iterdir`
     except OSError as exc:
-        if exc.errno not in FULL:  # there is no such folder here
+        if exc.errno not in FULL:  # this system has no such folder
             return ""
         free = 0
     if free >= needed + SPARE_DESCRIPTORS:
         return ""
-    told = f"{free} of its {limit} file descriptors are free, and {needed + SPARE_DESCRIPTORS} are needed"
-    return f"{told}: raise the limit before the process starts (ulimit -n), or close files and connections there"
+    detail = f"{free} of its {limit} file descriptors are free, and {needed + SPARE_DESCRIPTORS} are needed"
+    return f"{detail}: raise the limit before the process starts (ulimit -n), or close files and connections there"
 
 
 def wake_pair() -> tuple[socket.socket, socket.socket]:
-    """Makes the pipe that wakes a selector: (end that is watched, end that is written)."""
+    """Creates the socket pair that wakes a selector: (watched end, written end)."""
     pair = socket.socketpair()
     for sock in pair:
         sock.setblocking(False)
@@ -252,7 +252,7 @@ def wake_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def peer_of(sock: socket.socket) -> str:
-    """Describes the other end, as ``host:port``."""
+    """Describes the peer, as ``host:port``."""
     if is_local(sock):
         return "a process of this machine"
     try:
@@ -263,7 +263,7 @@ def peer_of(sock: socket.socket) -> str:
 
 
 def close(socks: Iterable[socket.socket]) -> None:
-    """Closes sockets, whatever state they are in."""
+    """Closes sockets in any state."""
     for sock in socks:
         with contextlib.suppress(OSError):
             sock.close()
@@ -275,7 +275,7 @@ def flat(view: memoryview) -> memoryview:
 
 
 def pass_on(views: Iterable[memoryview], move: Callable[[list[memoryview]], int]) -> None:
-    """Sends or fills all of `views`, in order: `move` gets some of them, and returns its count of bytes."""
+    """Sends or fills all of `views`, in order: `move` gets some of them, and returns the bytes that it moved."""
     left = deque(view for view in views if view.nbytes)
     while left:
         nbytes = move(list(islice(left, _MOST_VIEWS)))

@@ -1,7 +1,6 @@
-"""Calls at a later time, all in one thread of the process: none of them may wait for anything.
+"""Calls at a later time, all in one thread of the process; they must not block.
 
-The thread starts with the first call, and ends when there has been none for a while. A forked child begins without
-calls.
+The thread starts with the first call, and ends after some time without calls. A forked child begins without calls.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from collections.abc import Callable
 from raycollect.core import threads
 
 AGAIN_S = 1.0
-"""When a `Watcher` looks again after it has failed, in seconds."""
+"""The delay of a `Watcher`'s next look after a failure, in seconds."""
 
-_IDLE_S = 2.0  # how long the thread waits for more, in seconds: waits of members come and go
+_IDLE_S = 2.0  # how long the thread waits for more calls, in seconds
 
 
 class Timer:
-    """A call at a later time; `cancel` it when it is no longer due."""
+    """A call at a later time, which can be cancelled."""
 
     __slots__ = ("call",)
 
@@ -36,7 +35,7 @@ class Timer:
 
 
 class TimerQueue:
-    """Timers by when they are due: `all` is a heap. For one thread at a time."""
+    """Timers in the order of their times: `all` is a heap. For one thread at a time."""
 
     def __init__(self) -> None:
         self.all: list[tuple[float, int, Timer]] = []
@@ -49,13 +48,13 @@ class TimerQueue:
         return timer
 
     def left_s(self) -> float | None:
-        """In how many seconds the next one is due; None: there is none."""
+        """The seconds until the next call; None without calls."""
         while self.all and self.all[0][2].call is None:
             heapq.heappop(self.all)
         return max(0.0, self.all[0][0] - time.monotonic()) if self.all else None
 
     def pop(self) -> Callable[[], object] | None:
-        """Removes a call that is due; None: none is."""
+        """Removes a due call; None if no call is due."""
         return heapq.heappop(self.all)[2].call if self.left_s() == 0 else None
 
 
@@ -64,13 +63,13 @@ class _TimerThread:
         self.begin()
 
     def begin(self) -> None:
-        """Begins without calls, also in a forked child: the parent makes its own, and its thread may hold the lock."""
+        """Begins without calls, also in a forked child: the parent makes its calls, its thread may hold the lock."""
         self._changed = threading.Condition()
         self._queue = TimerQueue()
         self._thread: threading.Thread | None = None
 
     def later(self, delay_s: float, call: Callable[[], object]) -> Timer:
-        """Makes a call after a while; any thread. RuntimeError: no more threads can be started."""
+        """Makes a call after a delay; any thread. Raises RuntimeError if no thread can be started."""
         with self._changed:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threads.start("raycollect-timer", threads.repeat, self._turn)
@@ -83,8 +82,8 @@ class _TimerThread:
             call = self._queue.pop()
             if call is None:
                 left_s = self._queue.left_s()
-                came = self._changed.wait(_IDLE_S if left_s is None else min(left_s, threading.TIMEOUT_MAX))
-                if not came and self._queue.left_s() is None:
+                was_notified = self._changed.wait(_IDLE_S if left_s is None else min(left_s, threading.TIMEOUT_MAX))
+                if not was_notified and self._queue.left_s() is None:
                     self._thread = None
                     return False
         if call is not None:
@@ -97,11 +96,11 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_timers.begin)
 
 later: Callable[[float, Callable[[], object]], Timer] = _timers.later
-"""Makes a call after a while; any thread may call it. RuntimeError: no more threads can be started."""
+"""Makes a call after a delay; any thread may call it. Raises RuntimeError if no thread can be started."""
 
 
 def soon_or_now(delay_s: float, call: Callable[[], object]) -> None:
-    """Makes a call after a while; at once where no more threads can be started."""
+    """Makes a call after a delay; at once if no thread can be started."""
     try:
         later(delay_s, call)
     except RuntimeError:
@@ -109,9 +108,9 @@ def soon_or_now(delay_s: float, call: Callable[[], object]) -> None:
 
 
 class Watcher:
-    """A base of what looks at things that may last, in the timer's thread, as long as there are any.
+    """Base of classes that periodically check long-running operations, in the timer's thread.
 
-    Any thread calls the other methods. `timer` is that of the next look; None: nobody will look, or somebody does now.
+    Any thread calls the other methods. `timer` is that of the next look; None: none is scheduled, or a look is running.
     """
 
     def __init__(self) -> None:
@@ -121,11 +120,11 @@ class Watcher:
         self._setting = threading.Lock()
 
     def look(self) -> float:
-        """Looks, and returns in how many seconds to look again; infinity: when `look_after` is called next."""
+        """Looks, and returns the seconds until the next look; infinity: none until `look_after` is called."""
         raise NotImplementedError
 
     def look_after(self, delay_s: float) -> None:
-        """Looks in so many seconds, or sooner. RuntimeError: no more threads can be started."""
+        """Looks after `delay_s` seconds, or sooner. Raises RuntimeError if no thread can be started."""
         if delay_s == math.inf:
             return
         next_s = time.monotonic() + delay_s
@@ -137,7 +136,7 @@ class Watcher:
             self._next_s, self.timer = next_s, later(max(delay_s, 0.0), self._due)
 
     def stop(self) -> None:
-        """Looks no more."""
+        """Ends the looks."""
         with self._setting:
             self._is_over = True
             if self.timer is not None:
@@ -145,12 +144,12 @@ class Watcher:
 
     def _due(self) -> None:
         with self._setting:  # `look_after` may not have set it yet
-            self.timer = None  # first, so that what begins meanwhile is seen, or has somebody look
+            self.timer = None  # first, so that operations that begin now are seen, or schedule a look
         if self._is_over:
             return
         try:
             left_s = self.look()
-        except Exception as exc:  # noqa: BLE001 - any: what lasts has to be looked at
+        except Exception as exc:  # noqa: BLE001 - looks continue after any failure
             threads.failed(f"{type(self).__name__}.look", exc)
             left_s = AGAIN_S
         threads.survives(self.look_after, left_s)

@@ -20,7 +20,7 @@ def user_line() -> str:
         file, line = frame.f_code.co_filename, frame.f_lineno
         if not file.startswith(_OURS):
             innermost = innermost or f"{file}:{line}"
-            if not file.startswith((_STDLIB, "<frozen")) and not any(one in file for one in _PACKAGES):
+            if not file.startswith((_STDLIB, "<frozen")) and not any(folder in file for folder in _PACKAGES):
                 return f"{file}:{line}"
         frame = frame.f_back
     return innermost

@@ -159,9 +159,9 @@ def _membership(
     )
 
 
-def _choose_backend(declaration: Declaration, members: tuple[Member, ...], deadline_s: float) -> backends.Choice:
+def _choose_backend(declaration: Declaration, members: tuple[Member, ...], deadline_s: float) -> backends.BackendChoice:
     machines = [member.machine for member in members]
-    choice = backends.Choice(declaration.backend, "")
+    choice = backends.BackendChoice(declaration.backend, "")
     if declaration.backend == "auto":
         gpus = member_discovery.gpus(declaration, members, deadline_s)
         choice = backends.choose(machines, gpus, dict(declaration.options))

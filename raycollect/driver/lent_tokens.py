@@ -55,7 +55,7 @@ class LentTokens:
             for at in range(0, len(keys), fetch.FREED_AT_ONCE):
                 self._link.send(Unused(keys=[*keys[at : at + fetch.FREED_AT_ONCE]]))
         except ConnectionLostError:  # the participant may live: then it holds them until it hears
-            threads.apart(threads.survives, _free, self._info, keys)
+            threads.call_in_helper(threads.survives, _free, self._info, keys)
 
 
 def _free(info: dict[str, Any], keys: list[Key]) -> None:

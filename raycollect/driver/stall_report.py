@@ -105,7 +105,7 @@ class Attention(timers.Watcher):
     def look(self) -> float:
         """Does what is due, in another thread: the participants may take long."""
         if not self._tracker.resolved:
-            threads.apart(threads.survives, self._look_apart)
+            threads.call_in_helper(threads.survives, self._look_apart)
         return math.inf
 
     def _look_later(self) -> None:

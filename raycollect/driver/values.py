@@ -137,7 +137,7 @@ def _fetched(values: Iterable[Any], until_s: float) -> list[Any]:
     fetching = []
     for places in filter(None, others):
         try:
-            fetching.append(threads.apart(fetch_some, places))
+            fetching.append(threads.call_in_helper(fetch_some, places))
         except RuntimeError:  # no thread can be started
             fetch_some(places)
     fetch_some(mine)

@@ -373,4 +373,4 @@ def absence(value: Any) -> tuple[str, str, str]:
         return "lost", f"lost ({type(value).__name__})", ""
     by = "that a public method, not a static or class method, of a CollectiveParticipant returned"
     expected = f"a tensor, or a list, tuple or dict of tensors, {by}"
-    return "not_tensor", f"{unkept(value, arrays.is_tensor, arrays.told)}, returned by value", expected
+    return "not_tensor", f"{unkept(value, arrays.is_tensor, arrays.describe_value)}, returned by value", expected

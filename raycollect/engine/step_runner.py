@@ -223,7 +223,7 @@ class StepRunner:
         if found is None:
             expected = "a tensor, or a list, tuple or dict of tensors"
             return MissingOperand(
-                "not_tensor", f"{unkept(value, arrays.is_tensor, arrays.told)}, which goes by value", expected
+                "not_tensor", f"{unkept(value, arrays.is_tensor, arrays.describe_value)}, which goes by value", expected
             )
         self.slots[slot] = found
         return found

@@ -158,7 +158,7 @@ def _dtype(name: str) -> np.dtype[Any]:
 def _described_type(value: Any) -> str:
     kind = type(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    return f"a value of type {name}{arrays.told(value).removeprefix(a_type(value, in_full=True))}"
+    return f"a value of type {name}{arrays.describe_value(value).removeprefix(a_type(value, in_full=True))}"
 
 
 def _restored(code: int, data: bytes) -> Any:

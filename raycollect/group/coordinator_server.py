@@ -104,7 +104,7 @@ class CoordinatorServer:
         """The group can't form: tells all who have come, and who will come until it fades, when `fade` is called."""
         with self._lock:
             self._fail(error)
-        self._fading = threads.apart(threads.survives, self._fade, fade)
+        self._fading = threads.call_in_helper(threads.survives, self._fade, fade)
 
     def end(self) -> None:
         """Fades now; returns when nothing is left of it."""

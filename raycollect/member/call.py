@@ -154,9 +154,9 @@ class MemberCall:
         return name_of_ranks(self._root, self._peer) if len(ends) == 2 else ""
 
     def _no_tensor(self, name: str, value: Any) -> Violation:
-        what = "missing" if value is None else arrays.told(value)
+        what = "missing" if value is None else arrays.describe_value(value)
         if type(value) in (list, tuple) or isinstance(value, Mapping):
-            what += f" ({obstacle(value, arrays.is_tensor, arrays.told)})"
+            what += f" ({obstacle(value, arrays.is_tensor, arrays.describe_value)})"
         elif isinstance(value, Number):
             what += " (give numpy.array(x), which can be written)"
         return self._violation("not_tensor", name, what, "a tensor, or a list, tuple or dict of tensors")

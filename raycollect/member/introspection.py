@@ -96,7 +96,7 @@ class RecordingAgent:
         """Tells what was recorded; `ends`: and stops recording."""
         ring = self._tracer.end(self._controller) if message.ends else self._tracer.of(self._controller)
         # Packing takes a while, and aborts come on this thread.
-        threads.apart(threads.survives, self._tell_recorded, message.request, ring)
+        threads.call_in_helper(threads.survives, self._tell_recorded, message.request, ring)
 
     def end(self) -> None:
         """Stops recording."""

@@ -38,7 +38,7 @@ def join(groups: ProcessGroups, host: str, controller: str, reporter: Reporter, 
     if before is not None:
         groups.end(before, CHANGED)
     try:
-        threads.apart(threads.survives, _connect, made, reporter, message)
+        threads.call_in_helper(threads.survives, _connect, made, reporter, message)
     except ResourceLimitError as exc:  # there are no more threads
         groups.end(made, exc.detail)
         reporter.tell(Joined(request=message.request, error=to_wire(exc)))

@@ -317,7 +317,7 @@ class _Call(MemberCall):
         for one in tensors:
             view = arrays.view(one)
             if view is None:
-                raise _FaultError("not_tensor", name, arrays.told(one), "tensors on GPUs")
+                raise _FaultError("not_tensor", name, arrays.describe_value(one), "tensors on GPUs")
             if not isinstance(view, DeviceArray) or not view.device.startswith("cuda:"):
                 device = arrays.info(view).device
                 raise _FaultError("unsupported", f"device of {name}", device, "tensors on GPUs")

@@ -53,7 +53,7 @@ def keep_item(
         found = _NOT_DECLARED
         if container is None:
             marked = hasattr(method, BY_VALUE)
-            found = a_type(value, in_full=True) if marked else unkept(value, arrays.is_tensor, arrays.told)
+            found = a_type(value, in_full=True) if marked else unkept(value, arrays.is_tensor, arrays.describe_value)
         whose = task if is_all or index == UNKNOWN else task_key(task, index)  # the others may be tensors
         here.store.pass_by(whose, found)
     return value

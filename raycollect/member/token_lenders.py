@@ -59,7 +59,7 @@ class TokenLenders:
             if not self._keys.get(owner):
                 self._keys.pop(owner, None)
                 return
-        threads.apart(threads.repeat, partial(self._look, owner, is_alive))
+        threads.call_in_helper(threads.repeat, partial(self._look, owner, is_alive))
 
     def _look(self, owner: bytes, is_alive: Callable[[], bool]) -> bool:
         lives = is_alive()

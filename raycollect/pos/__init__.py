@@ -1,4 +1,4 @@
-"""The Python Object Store (POS): the tensors that an actor's methods returned, kept in that actor."""
+"""The Python Object Store (POS): tensors that an actor's methods returned, stored in that actor."""
 
 from __future__ import annotations
 

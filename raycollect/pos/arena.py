@@ -1,13 +1,13 @@
-"""The memory of one process for tensors that others of its machine can map: one sparse file without a name.
+"""The memory of one process for tensors that other processes of its machine can map: one sparse anonymous file.
 
-The memfd is as large as the limit from the start, mapped once, and sealed: it costs only address space, and since it
-can't shrink, no process that maps it is ever killed by SIGBUS. Pages get memory when a block needs them. A block that
-is freed keeps them for the next one, because the first touch of a page costs about ten times a later write. What is
-free beyond `spare` goes back to the system as holes in the file. The kernel frees the rest with the last process that
-has the file open or mapped, however that ends.
+The memfd has the size of the limit from the start, and is mapped once and sealed: it takes only address space, and
+since it can't shrink, processes that map it are never killed by SIGBUS. Pages get memory when a block needs them. A
+freed block leaves its pages to the next one, because the first touch of a page costs about ten times a later write.
+Free memory beyond `spare` is returned to the system as holes in the file. The kernel frees the rest with the last
+process that has the file open or mapped.
 
-Memory is taken and given back in grains of 2 MiB, the size of a huge page, by MADV_POPULATE_WRITE (Linux 5.14). Unlike
-`posix_fallocate`, that also makes huge pages where the system gives them on advice.
+Memory is taken and returned in grains of 2 MiB, the size of a huge page, by MADV_POPULATE_WRITE (Linux 5.14). Unlike
+`posix_fallocate`, that also allocates huge pages if the system supports them by madvise.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from raycollect.pos.extents import Extents
 NAME = "raycollect-arena"
 """The name of the memory in /proc."""
 GRAIN = 2 << 20
-"""The unit in which memory is taken and given back; large blocks begin at a multiple of it."""
+"""The unit in which memory is taken and returned; large blocks begin at a multiple of it."""
 ALIGN = 64
 """Every block begins at a multiple of it: a cache line."""
 SPARE = 256 << 20
-"""How much free memory is kept for the next blocks, at least."""
+"""The least free memory that is reserved for the next blocks."""
 
 _HEAD = 4096  # the token's page
 _MADV_POPULATE_WRITE = 23  # the module mmap lacks it
@@ -50,21 +50,21 @@ class Arena:
     """Shared memory of this process, in blocks. Any thread may use it; a forked child can't.
 
     Args:
-        limit: How many bytes it may hold; rounded up to whole grains.
-        spare: How much free memory it keeps at least; it keeps as much as is in use, if that is more.
+        limit: The most bytes it may hold; rounded up to whole grains.
+        spare: The least free memory that it reserves; at least as much as is in use.
 
     Raises:
-        OSError: This system has no memfd, or this process no room to map it.
+        OSError: This system has no memfd, or this process lacks address space.
     """
 
     def __init__(self, limit: int, spare: int = SPARE) -> None:
         nbytes = _up(limit)
         self._pid = os.getpid()
         self._fd = shared_memory.create(NAME, nbytes)
-        # All of it, uint8 [limit]; a view of it keeps the memory
+        # All of it, uint8 [limit]; its views keep the memory alive
         self.root: np.ndarray[Any, np.dtype[np.uint8]] = map_file(self._fd, nbytes)
-        self.address: int = int(self.root.ctypes.data)  # where it begins in this process
-        # How others of this machine find it
+        self.address: int = int(self.root.ctypes.data)  # of its first byte in this process
+        # Its description for other processes of this machine
         self.segment: Segment = Segment(self._pid, self._fd, secrets.token_bytes(shared_memory.TOKEN_NBYTES), nbytes)
         self._spare = spare
         self._lock = threading.Lock()
@@ -76,12 +76,12 @@ class Arena:
         self.root[: shared_memory.TOKEN_NBYTES] = np.frombuffer(self.segment.token, np.uint8)
 
     def __del__(self) -> None:
-        with suppress(AttributeError):  # there was no memfd
-            if os.getpid() == self._pid:  # in a forked child the number may be another file's by now
+        with suppress(AttributeError):  # the constructor has failed
+            if os.getpid() == self._pid:  # in a forked child the descriptor may be another file's
                 os.close(self._fd)
 
     def abandon(self) -> None:
-        """In a forked child: closes its copy of the file, which would keep the memory after the parent's death."""
+        """Closes a forked child's copy of the file, which would keep the memory alive after the parent's death."""
         with suppress(OSError):
             os.close(self._fd)
 
@@ -92,10 +92,10 @@ class Arena:
 
         Raises:
             ArenaFullError: The limit is reached, no free range is long enough, or the system has no memory.
-            OSError: This is a forked child of the process that made the arena.
+            OSError: This is a forked child of the process that created the arena.
         """
         if os.getpid() != self._pid:
-            raise OSError("the arena is that of the process that this one was forked from")
+            raise OSError("the arena belongs to the process from which this one was forked")
         size = -(-max(nbytes, 1) // ALIGN) * ALIGN
         with self._settled():
             lo = self._free.best_fit(size, GRAIN if nbytes >= GRAIN else ALIGN)
@@ -111,15 +111,15 @@ class Arena:
             for gap in missing:
                 self._back(*gap)
         except OSError as exc:
-            with self._settled():  # grains of the block alone, that may have got some; the others are not only ours
+            with self._settled():  # releases grains of this block only, which may have got memory
                 for gap in self._backed.gaps(_up(lo), _down(hi)):
                     self._release(*gap)
-            del block  # now, and not when the exception's frames go
+            del block  # now, instead of with the exception's frames
             raise self._full(nbytes, str(exc)) from exc
         return np.asarray(block)
 
     def statistics(self) -> ArenaStatistics:
-        """What it holds now."""
+        """Its current state."""
         with self._settled():
             in_use, backed = self._in_use, self._backed.total
             return ArenaStatistics(
@@ -130,12 +130,12 @@ class Arena:
         return ArenaFullError(nbytes=nbytes, in_use=self._in_use, limit=self.segment.nbytes, detail=detail)
 
     def _take_back(self, lo: int, hi: int) -> None:
-        """The garbage collector calls this in any thread, at any moment, even while this very thread holds the lock."""
+        """Called by the garbage collector in any thread, at any point, even while the thread holds the lock."""
         self._returned.append((lo, hi))
         self._settle()
 
     def _settle(self) -> None:
-        """Takes in freed blocks. A thread that holds the lock does this itself right after releasing it."""
+        """Processes freed blocks. A thread that holds the lock does this itself right after releasing it."""
         while self._returned and os.getpid() == self._pid and self._lock.acquire(blocking=False):
             try:
                 self._drain()
@@ -162,7 +162,7 @@ class Arena:
         self._trim()
 
     def _trim(self) -> None:
-        """Gives back whole grains beyond the spare, from the ends of the largest free ranges."""
+        """Returns whole grains beyond the spare, from the ends of the largest free ranges."""
         excess = self._backed.total - self._in_use - max(self._spare, self._in_use)
         if excess < GRAIN:
             return
@@ -174,7 +174,7 @@ class Arena:
                     excess -= stop - start
 
     def _back(self, lo: int, hi: int) -> None:
-        """Gives memory to the grains from `lo` to `hi`, without the interpreter lock and without `_lock`."""
+        """Allocates memory for the grains from `lo` to `hi`, without the GIL and without `_lock`."""
         number = self._advise(lo, hi, _MADV_POPULATE_WRITE)
         while number == errno.EINTR:
             number = self._advise(lo, hi, _MADV_POPULATE_WRITE)
@@ -189,12 +189,12 @@ class Arena:
         return self._advise(lo, hi, mmap.MADV_REMOVE) == 0
 
     def _advise(self, lo: int, hi: int, advice: int) -> int:
-        """Calls madvise without the interpreter lock, which the module mmap would hold; returns errno, or 0."""
+        """Calls madvise without the GIL, which the module mmap would hold; returns errno, or 0."""
         return ctypes.get_errno() if _libc().madvise(self.address + lo, hi - lo, advice) else 0
 
 
 class _Block:
-    """Numpy arrays over the bytes [lo, hi) of an arena keep this alive."""
+    """Held by numpy arrays over the bytes [lo, hi) of an arena; frees them with the last array."""
 
     __slots__ = ("_arena", "_hi", "_lo", "_nbytes")
 

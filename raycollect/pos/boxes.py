@@ -1,4 +1,4 @@
-"""Boxes of tensors that another process reads: where they lie, or their bytes."""
+"""Boxes of tensors that another process reads: their positions in memory, or their bytes."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from raycollect.errors import ProtocolError
 from raycollect.pos.segments import Segments
 
 MOST_BOXES = 1024
-"""How many boxes one request asks for: a message is bounded."""
+"""The most boxes of one request: a message is bounded."""
 
 
 class Box(NamedTuple):
     """A box of one of the tensors of a key."""
 
-    tensor: int  # its place among them
+    tensor: int  # its index
     at: tuple[int, ...]
     size: tuple[int, ...]
     dtype: str
 
 
 def views(arrays: Sequence[Any], boxes: Sequence[Any]) -> list[Array]:
-    """The boxes as views; ProtocolError where there is no such box."""
+    """The boxes as views; raises ProtocolError for boxes that are out of range."""
     try:
         return [_view(arrays[tensor], at, size) for tensor, at, size in boxes]
     except (TypeError, ValueError, IndexError) as exc:
-        raise ProtocolError(detail=f"no box of what is held: {exc}") from exc
+        raise ProtocolError(detail=f"slice out of range of the held tensor: {exc}") from exc
 
 
 def _view(array: Any, at: Sequence[int], size: Sequence[int]) -> Array:
@@ -40,12 +40,12 @@ def _view(array: Any, at: Sequence[int], size: Sequence[int]) -> Array:
     return box_of(array, at, size)
 
 
-def located(found: Sequence[Array]) -> tuple[Segment, list[list[int]]] | None:
-    """The arena in which boxes lie, and for each its offset and strides; None where one lies elsewhere."""
+def located(arrays: Sequence[Array]) -> tuple[Segment, list[list[int]]] | None:
+    """The arena of the boxes, and the offset and strides of each; None if a box is elsewhere."""
     source = Segments.current()
     rows = []
     segment = None
-    for view in found:
+    for view in arrays:
         ref = source.locate(view.ctypes.data, 0) if view.dtype.isnative else None
         if ref is None:
             return None
@@ -55,16 +55,16 @@ def located(found: Sequence[Array]) -> tuple[Segment, list[list[int]]] | None:
 
 
 def mapped(memory: Array, rows: Sequence[Sequence[int]], boxes: Sequence[Box]) -> list[Array]:
-    """Boxes of another process's arena, as `located` told them; ProtocolError where they would leave it."""
+    """Boxes in another process's arena, given the result of `located`; raises ProtocolError if they leave the arena."""
     try:
         return [_mapped(memory, *row, box=box) for row, box in zip(rows, boxes, strict=True)]
     except (TypeError, ValueError) as exc:
-        raise ProtocolError(detail=f"no box of the memory that is lent: {exc}") from exc
+        raise ProtocolError(detail=f"box out of range of the lent memory: {exc}") from exc
 
 
 def _mapped(memory: Array, offset: int, *strides: int, box: Box) -> Array:
     dtype = np.dtype(box.dtype)
     if min(offset, *strides, 0) < 0:
-        raise ValueError("a box that goes backwards")
-    found: Array = np.ndarray(box.size, dtype, memory.data, offset, strides)  # which checks where it ends
-    return found
+        raise ValueError("negative offset or stride")
+    view: Array = np.ndarray(box.size, dtype, memory.data, offset, strides)  # checks the range
+    return view

@@ -13,33 +13,33 @@ from raycollect.core.placement import Placement
 from raycollect.errors.text import a_type, is_unicode
 
 DEEPEST = 32
-"""How deep lists, tuples and dicts may nest: what messages can carry, and the end of one that contains itself."""
+"""The deepest nesting of lists, tuples and dicts: the limit of messages, and of lists that contain themselves."""
 
 _AS_ARRAY = "return np.array([x]) or x.reshape(1), and it is kept"
-"""What to do about a number that should be an operand."""
+"""The advice for a number that should be an operand."""
 
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """What the store keeps under one key."""
+    """The value of one key in the store."""
 
-    structure: Structure  # how the value is made
+    structure: Structure  # of the value
     tensors: tuple[Any, ...]
-    value: Any  # the very object that the method returned
-    # What programs found about these tensors; forgotten with them
+    value: Any  # the object that the method returned
+    # The programs' cache for these tensors
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    # (place among `tensors`, placement) of those that are the local tensors of DTensors
+    # (index in `tensors`, placement) of local tensors of DTensors
     placements: tuple[tuple[int, Placement], ...] = ()
-    # The tensors as they are in the value: a DTensor in place of its local one. None: the value is itself the tensor
+    # The tensors in the value, with DTensors instead of their local tensors. None: the value is the tensor
     leaves: tuple[Any, ...] | None = None
 
     @staticmethod
     def of(value: Any, is_tensor: Callable[[Any], bool]) -> Container | None:
-        """Takes a value apart; None for a value that is passed by value.
+        """Flattens a value into tensors; None for a value that is passed by value.
 
-        That is anything but a tensor or a non-empty list, tuple or dict (with string or integer keys) that holds only
-        tensors and such containers, nested at most `DEEPEST` times. A DTensor of torch stands for its local tensor. A
-        mapping that makes its values on each access, such as a ``.npz`` file, goes by value: nothing would hold them.
+        Tensors are stored, and non-empty lists, tuples or dicts (with string or integer keys) that hold only tensors
+        and such containers, nested at most `DEEPEST` times. A DTensor of torch stands for its local tensor. A mapping
+        that creates its values on each access, such as a ``.npz`` file, is passed by value: its tensors have no owner.
         """
         if is_tensor(value):
             return Container(TENSOR, (value,), value)
@@ -74,33 +74,39 @@ class Container:
         return Container(structure, tuple(tensors), structure.build(tensors), leaves=leaves)
 
     def current(self) -> Container | str:
-        """The container of what the value holds now: this one, unless tensors in it were replaced.
+        """The container of the value's current tensors: this one, unless tensors were replaced.
 
-        A list or dict may get other tensors after it was returned. Those of the same names, shapes and types take the
-        place of the old ones. Of others the result says, in words, what is different.
+        A list or dict may get other tensors after it was returned. Tensors of the same names, shapes and types replace
+        the old ones. For others the result describes the difference.
         """
         if self.leaves is None:
             return self
         try:
             if _holds(self.value, self.structure, iter(self.leaves)):
                 return self
-            from raycollect.backends import arrays  # of the process that holds the tensors; others need no numpy
+            from raycollect.backends import arrays  # only the process that holds the tensors needs numpy
 
             fresh = Container.of(self.value, arrays.is_tensor)
-        except RuntimeError:  # the size of a dict changed while it was read
+        except RuntimeError:  # a dict changed its size during iteration
             return "it is being changed by another thread"
         if fresh is None:
             return obstacle(self.value, arrays.is_tensor)
-        old, new = (dict(zip(paths(one.structure), one.tensors, strict=True)) for one in (self, fresh))
+        old, new = (
+            dict(zip(paths(container.structure), container.tensors, strict=True)) for container in (self, fresh)
+        )
         for path in {**old, **new}:
-            before, after = (arrays.describe(one[path]) if path in one else None for one in (old, new))
+            before, after = (arrays.describe(tensors[path]) if path in tensors else None for tensors in (old, new))
             if before != after:
-                return f"{path} is {after or 'gone'}, and was {before or 'not there'} when it was returned"
-        return fresh if fresh.structure == self.structure else "its names are in another order, or its lists are tuples"
+                return f"{path} is {after or 'missing'}, and was {before or 'missing'} when it was returned"
+        return (
+            fresh
+            if fresh.structure == self.structure
+            else "the order of its names, or the type of its lists, has changed"
+        )
 
 
 def _holds(value: Any, structure: Structure, leaves: Iterator[Any]) -> bool:
-    """Whether a value is made of these very tensors."""
+    """Whether a value consists of exactly these tensor objects."""
     if structure.kind == "tensor":
         return value is next(leaves)
     if structure.kind != ("dict" if isinstance(value, Mapping) else type(value).__name__):
@@ -112,7 +118,7 @@ def _holds(value: Any, structure: Structure, leaves: Iterator[Any]) -> bool:
 
 
 def paths(structure: Structure, path: str = "") -> Iterator[str]:
-    """Where each tensor of a value lies, such as ``"['layers'][2]"``; empty for one that is the value itself."""
+    """The path of each tensor in a value, such as ``"['layers'][2]"``; empty if the value is the tensor."""
     if structure.kind == "tensor":
         yield path
         return
@@ -146,30 +152,30 @@ def _take_apart(
 
 
 def _lasting_values(value: Mapping[Any, Any], is_tensor: Callable[[Any], bool]) -> Sequence[Any] | None:
-    """The values of a mapping; None: it makes them on each access, so that what is written there would be lost."""
+    """The values of a mapping; None if it creates them on each access, so that writes to them would be lost."""
     if type(value).__getitem__ is dict.__getitem__:
         return tuple(value.values())
-    found = []
+    values = []
     for name in value:
         first, second = value[name], value[name]
         if first is not second and not (is_tensor(first) and is_tensor(second) and _share_memory(first, second)):
             return None
-        found.append(first)
-    return found
+        values.append(first)
+    return values
 
 
 def _share_memory(first: Any, second: Any) -> bool:
-    from raycollect.backends import arrays  # loads numpy, which whoever has tensors has loaded
+    from raycollect.backends import arrays  # imports numpy, which a process with tensors has imported
 
     return arrays.place(arrays.memory(first)) == arrays.place(arrays.memory(second))
 
 
 Tell = Callable[[Any], str]
-"""Describes a value that is no tensor."""
+"""Describes a value that is not a tensor."""
 
 
 def obstacle(value: Any, is_tensor: Callable[[Any], bool], tell: Tell = a_type, path: str = "", depth: int = 0) -> str:
-    """The first reason why `Container.of` gives None: ``['layers'][2] is a NoneType``."""
+    """The first reason why `Container.of` returns None: ``['layers'][2] is a NoneType``."""
     here = path or "it"
     if type(value) not in (list, tuple) and not isinstance(value, Mapping):
         return f"{here} is {tell(value)}"
@@ -180,19 +186,19 @@ def obstacle(value: Any, is_tensor: Callable[[Any], bool], tell: Tell = a_type, 
     is_named = isinstance(value, Mapping)
     children = _lasting_values(value, is_tensor) if isinstance(value, Mapping) else value
     if children is None:
-        return f"{here} is {tell(value)}, which makes its values on each access: use dict(x)"
+        return f"{here} is {tell(value)}, which creates its values on each access: use dict(x)"
     for name, child in zip(value if is_named else range(len(value)), children, strict=True):
         if is_named and not _can_travel(name):
             return f"{here} has the key {name!r}, and keys are strings or integers"
         if is_tensor(child) or dtensors.is_dtensor(child):
             continue
-        if found := obstacle(child, is_tensor, tell, f"{path}[{name!r}]", depth + 1):
-            return found
+        if reason := obstacle(child, is_tensor, tell, f"{path}[{name!r}]", depth + 1):
+            return reason
     return ""
 
 
 def unkept(value: Any, is_tensor: Callable[[Any], bool], tell: Tell) -> str:
-    """Describes a returned value that is passed by value, and what to return instead where that is known."""
+    """Describes a returned value that is passed by value, and suggests a replacement if possible."""
     what = tell(value)
     if isinstance(value, Number):
         return f"{what} ({_AS_ARRAY})"

@@ -1,4 +1,4 @@
-"""How the holder of a value describes it to another process: its structure, its tensors, where their bytes lie."""
+"""Descriptions of values for other processes: structure, tensors, and positions of their bytes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from raycollect.errors import ProtocolError
 from raycollect.pos.container import DEEPEST
 
 LONG_NBYTES = 512 << 10
-"""From how many bytes on a description is compressed: some thousands of tensors. If it is longer even so, it does not
-travel in a message, but in front of the tensors."""
+"""The size from which a description is compressed: some thousands of tensors. If the result is still longer, it is not
+sent in a message, but before the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A value: how it is put together, and its tensors.
+    """The structure of a value, and its tensors.
 
     Attributes:
-        structure: One tensor, or how several are put together.
-        infos: What each tensor is.
-        refs: Where the bytes of each can be read; None: they are sent.
+        structure: One tensor, or a structure of several.
+        infos: The description of each tensor.
+        refs: The position of each tensor's bytes in shared memory; None: they are sent.
     """
 
     structure: Structure
@@ -35,24 +35,24 @@ class Description:
 
 
 _Packed = tuple[Segment | None, Structure, tuple[TensorInfo, ...], tuple[int | None, ...]]
-# Where each of them begins in the segment
+# The last item: the offset of each tensor in the segment
 _DESCRIPTIONS = Codec[_Packed](_Packed, "description of tensors", long_nbytes=LONG_NBYTES)
 
 
 def encode(value: Description) -> bytes:
-    """Packs a description; the memory that it names lies in one segment."""
+    """Packs a description; all its references are to one segment."""
     segment = next((ref.segment for ref in value.refs if ref), None)
     offsets = tuple(ref.offset if ref else None for ref in value.refs)
     return _DESCRIPTIONS.encode((segment, value.structure, tuple(value.infos), offsets))
 
 
-def decode(found: bytes) -> Description:
+def decode(data: bytes) -> Description:
     """Unpacks a description.
 
     Raises:
-        ProtocolError: It is none, or one that can't be.
+        ProtocolError: It is malformed or inconsistent.
     """
-    segment, structure, infos, offsets = _DESCRIPTIONS.decode(found)
+    segment, structure, infos, offsets = _DESCRIPTIONS.decode(data)
     try:
         _check(structure, DEEPEST)
         if structure.count != len(infos):
@@ -64,7 +64,7 @@ def decode(found: bytes) -> Description:
 
 
 def _check(structure: Structure, depth: int) -> None:
-    if depth < 0:  # the tensor itself is one deeper than what holds it
+    if depth < 0:  # the tensor is one level deeper than its container
         raise ValueError(f"containers that are nested more than {DEEPEST} deep")
     if len(structure.names) != (len(structure.items) if structure.kind == "dict" else 0):
         raise ValueError(f"the names of a {structure.kind}")

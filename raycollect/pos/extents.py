@@ -1,4 +1,4 @@
-"""Sets of integers made of few long ranges: the free bytes of a segment, or its pages that have memory."""
+"""Sets of integers of few long ranges, such as the free bytes of a segment, or its pages with memory."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Extents:
         """Adds [lo, hi), parts of which may be in the set already."""
         if lo >= hi:
             return
-        first, last = bisect_left(self._his, lo), bisect_right(self._los, hi)  # those that overlap or touch it
+        first, last = bisect_left(self._his, lo), bisect_right(self._los, hi)  # ranges that overlap or touch it
         if first < last:
             lo, hi = min(lo, self._los[first]), max(hi, self._his[last - 1])
         self._put(first, last, [(lo, hi)])
 
     def remove(self, lo: int, hi: int) -> None:
         """Removes [lo, hi), parts of which may be missing."""
-        first, last = bisect_right(self._his, lo), bisect_left(self._los, hi)  # those that overlap it
+        first, last = bisect_right(self._his, lo), bisect_left(self._los, hi)  # ranges that overlap it
         if lo >= hi or first >= last:
             return
         edges = ((self._los[first], lo), (hi, self._his[last - 1]))
@@ -70,7 +70,7 @@ class Extents:
         return [*missing, (lo, hi)] if lo < hi else missing
 
     def best_fit(self, nbytes: int, align: int = 1) -> int | None:
-        """The aligned start of room in the smallest range that has it, the lowest of several; None: there is none."""
+        """The aligned start in the smallest, then lowest range with enough room; None without such a range."""
         best: tuple[int, int] | None = None
         for lo, hi in self:
             start = -(-lo // align) * align

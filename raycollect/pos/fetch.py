@@ -1,12 +1,12 @@
 """Fetching tensors from the process that holds them, over data connections: both ends.
 
-Tensors have connections of their own, so that an abort never waits behind one. A process keeps idle connections and
-uses each from one thread at a time.
+Tensors have their own connections, so that an abort never waits behind a tensor. A process reuses idle connections,
+each by one thread at a time.
 
-If both ends are on one machine, no bytes are sent: the holder describes their position in its arena, and blocks plans
-that would write them; the client copies them once, and answers `Copied`. It has `lending_s` for that. The holder counts
-from its answer and the client from its request, so a client that finished in time has read valid data. Tensors outside
-the arena are copied to it first.
+If both ends are on one machine, no bytes are sent: the holder sends their position in its arena, and blocks plans that
+would write them; the client copies them once within `lending_s`, and answers `Copied`. The holder counts from its
+answer and the client from its request, so a client that finished in time has read valid data. Tensors outside the arena
+are copied to it first.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from raycollect.pos.segments import Segments
 from raycollect.ray_bridge.ray_internals import memory_domain
 
 MAX_IDLE = 32
-"""How many idle data connections a process keeps; the least recently used is closed first."""
+"""The most idle data connections of a process; the least recently used is closed first."""
 
 LENT_FROM_NBYTES = 64 << 10
 """The smallest value that is read in place; a smaller one is sent with the answer."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
-"""The pause before an unreachable holder is asked again; it doubles each time."""
+"""The pause before an unreachable holder is retried; it doubles each time."""
 
 FULL_S = 3.0
 """How long to retry while this process can't open another connection."""
@@ -61,44 +61,44 @@ FREE_S = 30.0
 """How long a holder may take to free values."""
 
 LENDING_S, LENDING_RATE, LENDING_EACH_S = 5.0, 500e6, 1e-3
-"""A value is lent for so many seconds, one more for so many bytes, and so many more for each of its tensors."""
+"""The seconds for which a value is lent: a constant, a second per this many bytes, and a constant per tensor."""
 
 MOST_TENSORS = 500_000
-"""How many tensors a value may have that is fetched: its description is bounded."""
+"""The most tensors of a fetched value: its description is bounded."""
 
 FREED_AT_ONCE = 8192
-"""How many keys one message frees: a message is bounded."""
+"""The most keys that one message frees: a message is bounded."""
 
 _Lent = tuple[Segment, list[list[int]]] | None
 _LENT = Codec[_Lent](_Lent, "place of boxes")
 
 
 def lending_s(nbytes: int, count: int = 1) -> float:
-    """How long a value of that size and so many tensors is lent, in seconds."""
+    """How long a value of `nbytes` bytes and `count` tensors is lent, in seconds."""
     return LENDING_S + nbytes / LENDING_RATE + count * LENDING_EACH_S
 
 
 _Read = Callable[[DataClient, Any, float], Any]
-"""Reads an answer that a client has, to a question of that time."""
+"""Reads an answer, given the client, the answer and the time of the request."""
 
 
 class _OutOfReach(Exception):
-    """Shared memory could not be read, or not in time."""
+    """Shared memory could not be read in time."""
 
 
 class _Clients:
     """Idle data connections of this process, and the stores that live in it."""
 
     def __init__(self) -> None:
-        # Without a lock: a finalizer may fetch, too, in the middle of another call of its thread
+        # Without a lock: a finalizer may fetch, too, during another call of its thread
         self._idle: list[tuple[tuple[str, int], DataClient]] = []
         self.local: dict[bytes, Store] = {}
 
     def request(self, address: Address, message: Any, until_s: float, read: _Read) -> Any:
-        """Asks again while the holder is out of reach, not gone, and there is time; `read` reads the answer."""
+        """Sends a request, and retries while the holder is unreachable but alive; `read` reads the answer."""
         pause_s, full_until_s = FIRST_PAUSE_S, min(until_s, time.monotonic() + FULL_S)
         while True:
-            left_s = max(until_s - time.monotonic(), FIRST_PAUSE_S)  # after a long sleep the cause is still to be told
+            left_s = max(until_s - time.monotonic(), FIRST_PAUSE_S)  # after a long sleep one more try finds the cause
             try:
                 client = self._take((address.host, address.port)) or DataClient(address, left_s)
                 return self._ask(address, client, message, left_s, read)
@@ -124,7 +124,7 @@ class _Clients:
     def _take(self, place: tuple[str, int]) -> DataClient | None:
         for entry in tuple(self._idle):
             if entry[0] == place:
-                with suppress(ValueError):  # somebody else has taken it
+                with suppress(ValueError):  # another thread has taken it
                     self._idle.remove(entry)
                     return entry[1]
         return None
@@ -134,14 +134,14 @@ class _Clients:
         self.shrink(MAX_IDLE)
 
     def shrink(self, most: int) -> None:
-        """Closes idle connections, until there are so many at most."""
+        """Closes idle connections until at most `most` are left."""
         with suppress(IndexError):
             while len(self._idle) > most:
                 self._idle.pop(0)[1].close()
 
 
 def _is_gone(error: ConnectionLostError) -> bool:
-    """Nobody listens any more where the holder did: its process has ended."""
+    """Whether the holder's port is closed: its process has ended."""
     return isinstance(error.__cause__, ConnectionRefusedError)
 
 
@@ -153,16 +153,16 @@ _clients = _Clients()
 
 
 def register_local(secret: bytes, store: Store) -> None:
-    """Makes fetches from a participant of this process return the very object, until `forget_local`."""
+    """Makes fetches from a participant of this process return the object itself, until `forget_local`."""
     _clients.local[secret] = store
 
 
 def forget_local(secret: bytes) -> None:
-    """A participant of this process has ended."""
+    """Ends the effect of `register_local`."""
     _clients.local.pop(secret, None)
 
 
-@atexit.register  # a thread may have given one back after its controller closed them
+@atexit.register  # a thread may have returned a connection after its controller closed them
 def close_idle() -> None:
     """Closes the idle data connections of this process."""
     _clients.shrink(0)
@@ -177,7 +177,7 @@ def fetch(address: Address, key: Key, *, actor: str, incarnation: str = "", time
     Raises:
         TensorFreedError: It was freed.
         TensorDirtyError: A failed collective left it half-written.
-        TensorLostError: The holder does not have it, or is gone.
+        TensorLostError: The holder does not have it, or has ended.
         HolderUnreachableError: The holder could not be reached in time.
     """
     local = _clients.local.get(address.secret)
@@ -193,7 +193,7 @@ def _lent_or_sent(address: Address, message: Any, read: _Read, timeout_s: float)
     for domain in (memory_domain(), ""):
         with suppress(_OutOfReach):
             return _clients.request(address, replace(message, domain=domain), until_s, read)
-    raise ProtocolError(detail="it lends what was to be sent")
+    raise ProtocolError(detail="the holder lends a value that it should send")
 
 
 def read(
@@ -230,7 +230,7 @@ def read(
 def _take(
     client: DataClient, answer: Any, wanted: Sequence[boxes.Box], take: Callable[[int, arrays.Array], None]
 ) -> None:
-    lent = _LENT.decode(_expect(answer, Fetched).found)
+    lent = _LENT.decode(_expect(answer, Fetched).description)
     if lent is not None:
         segment, rows = lent
         try:
@@ -253,7 +253,7 @@ def free(address: Address, keys: list[Key], *, actor: str, incarnation: str = ""
     """Frees values in their holder, and returns how many it held; any thread may call it.
 
     Raises:
-        TensorLostError: The holder is gone.
+        TensorLostError: The holder has ended.
         HolderUnreachableError: The holder could not be reached in time.
     """
     local = _clients.local.get(address.secret)
@@ -269,7 +269,7 @@ def free(address: Address, keys: list[Key], *, actor: str, incarnation: str = ""
 
 
 def _read_value(client: DataClient, answer: Any, asked_s: float) -> Any:
-    data = _expect(answer, Fetched).found
+    data = _expect(answer, Fetched).description
     if answer.described_nbytes:
         data = bytearray(answer.described_nbytes)
         client.receive_blob(memoryview(data))
@@ -277,8 +277,8 @@ def _read_value(client: DataClient, answer: Any, asked_s: float) -> Any:
     sent = sum(info.nbytes for info, ref in zip(described.infos, described.refs, strict=True) if ref is None)
     if sent != answer.blob_nbytes - answer.described_nbytes:
         raise ProtocolError(detail="the announced bytes are not those of the tensors")
-    found = [np.empty(info.shape, info.dtype) for info in described.infos]
-    memory = [array.reshape(-1).view(np.uint8).data for array in found]
+    values = [np.empty(info.shape, info.dtype) for info in described.infos]
+    memory = [array.reshape(-1).view(np.uint8).data for array in values]
     client.receive_blob(*(into for into, ref in zip(memory, described.refs, strict=True) if ref is None))
     lent = [(ref, into) for into, ref in zip(memory, described.refs, strict=True) if ref is not None]
     if lent:
@@ -286,22 +286,22 @@ def _read_value(client: DataClient, answer: Any, asked_s: float) -> Any:
             Segments.current().read(lent)
         except OSError as exc:
             raise _OutOfReach from exc
-        if time.monotonic() - asked_s > lending_s(sum(info.nbytes for info in described.infos), len(found)):
+        if time.monotonic() - asked_s > lending_s(sum(info.nbytes for info in described.infos), len(values)):
             raise _OutOfReach
         client.tell(Copied())
-    made = [arrays.restore(array, info.library) for array, info in zip(found, described.infos, strict=True)]
-    return described.structure.build(made)
+    restored = [arrays.restore(array, info.library) for array, info in zip(values, described.infos, strict=True)]
+    return described.structure.build(restored)
 
 
 def _expect(answer: Any, kind: type[Any]) -> Any:
     if not isinstance(answer, kind):
-        raise ProtocolError(detail=f"{type(answer).__name__} where {kind.__name__} was due")
+        raise ProtocolError(detail=f"unexpected message {type(answer).__name__}, expected {kind.__name__}")
     return answer
 
 
 @contextmanager
 def _answering(op: str, key: Key, actor: str, incarnation: str) -> Iterator[None]:
-    """Raises TensorLostError or HolderUnreachableError where the holder of a key does not answer."""
+    """Raises TensorLostError or HolderUnreachableError if the holder of a key does not answer."""
     try:
         yield
     except ChannelError as exc:
@@ -325,9 +325,9 @@ _OF_PROCESS = "its process {}, whose tensors no restart of the actor brings back
 
 
 def serve(link: DataLink, store: Store, seen: Callable[[], Seen] = lambda: Seen(request=0, doing="")) -> None:
-    """Answers one data connection until it ends, on a thread of its own in the holder; `seen` answers `Look`.
+    """Answers one data connection until it ends, on its own thread in the holder; `seen` answers `Look`.
 
-    A client that gets no answer retries until its timeout, so a request that fails is answered with the reason.
+    A client without an answer retries until its timeout, so a failed request is answered with the reason.
     """
     while True:
         message = link.receive()
@@ -345,13 +345,13 @@ def serve(link: DataLink, store: Store, seen: Callable[[], Seen] = lambda: Seen(
         except ConnectionLostError:
             raise
         except Exception as exc:
-            if link.sent > before:  # no other answer is due
+            if link.sent > before:  # the request was answered
                 raise
             _tell_failure(link, message, exc)
 
 
 def _tell_failure(link: DataLink, message: Any, cause: Exception) -> None:
-    if isinstance(cause, ProtocolError):  # the request is wrong, or its answer can't be sent
+    if isinstance(cause, ProtocolError):  # the request is invalid, or its answer can't be sent
         cause = refused("unsupported", cause.detail, getattr(message, "key", b""))
     elif not isinstance(cause, RaycollectError):
         cause = threads.failed(f"answering {type(message).__name__}", cause)
@@ -359,21 +359,21 @@ def _tell_failure(link: DataLink, message: Any, cause: Exception) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Offer:
-    """One tensor as it is given to a client."""
+class _OutgoingTensor:
+    """One tensor as it is sent or lent to a client."""
 
-    info: TensorInfo  # what the client will have
+    info: TensorInfo  # the client's tensor
     array: arrays.Array  # the elements, native and contiguous
-    ref: BufferRef | None  # where they can be read; None: they are sent
-    is_copy: bool  # whether the tensor itself may change meanwhile
+    ref: BufferRef | None  # their position in shared memory; None: they are sent
+    is_copy: bool  # whether the tensor itself may be written meanwhile
 
 
 def _serve_fetch(link: DataLink, store: Store, message: Fetch) -> None:
     key = Key(message.key)
     count = len(find(store, key).tensors)
     if count > MOST_TENSORS:  # before they are claimed one by one
-        found = f"of {count} tensors, expected at most {MOST_TENSORS}: return several values"
-        raise refused("unsupported", found, message.key)
+        actual = f"of {count} tensors, expected at most {MOST_TENSORS}: return several values"
+        raise refused("unsupported", actual, message.key)
     with ExitStack() as claim:
         container = claim.enter_context(reading(store, key, link.has_ended))
         pairs = [(arrays.memory(tensor), tensor) for tensor in container.tensors]
@@ -383,33 +383,33 @@ def _serve_fetch(link: DataLink, store: Store, message: Fetch) -> None:
         if lend and any(offer.ref is None and offer.array.nbytes for offer in offers):  # the arena is full
             offers = [_offer(view, tensor, False) for view, tensor in pairs]
         if all(offer.is_copy for offer in offers):
-            claim.close()  # a slow reader of copies holds up nobody
+            claim.close()  # a slow reader of copies blocks no plan
         blobs = [offer.array.reshape(-1).view(np.uint8).data for offer in offers if offer.ref is None]
         infos, refs = [offer.info for offer in offers], [offer.ref for offer in offers]
         described = description.encode(Description(container.structure, infos, refs))
         nbytes_sent = sum(blob.nbytes for blob in blobs)
         if len(described) <= description.LONG_NBYTES:
-            link.send(Fetched(found=described, blob_nbytes=nbytes_sent), blobs)
+            link.send(Fetched(description=described, blob_nbytes=nbytes_sent), blobs)
         else:
-            answer = Fetched(found=b"", described_nbytes=len(described), blob_nbytes=len(described) + nbytes_sent)
+            answer = Fetched(description=b"", described_nbytes=len(described), blob_nbytes=len(described) + nbytes_sent)
             link.send(answer, [memoryview(described), *blobs])
         if len(blobs) < len(offers):
             copied = link.receive(lending_s(nbytes, len(offers)))
-            if copied is not None:  # else the client is gone, or too slow
+            if copied is not None:  # else the client has ended, or is too slow
                 _expect(copied, Copied)
 
 
 def _serve_read(link: DataLink, store: Store, message: Read) -> None:
     with reading(store, Key(message.key), link.has_ended) as held:
-        found = boxes.views([*map(arrays.memory, held.tensors)], message.boxes)
-        nbytes = sum(view.nbytes for view in found)
-        lent = boxes.located(found) if message.domain == memory_domain() and nbytes >= LENT_FROM_NBYTES else None
+        views = boxes.views([*map(arrays.memory, held.tensors)], message.boxes)
+        nbytes = sum(view.nbytes for view in views)
+        lent = boxes.located(views) if message.domain == memory_domain() and nbytes >= LENT_FROM_NBYTES else None
         if lent is not None:
-            link.send(Fetched(found=_LENT.encode(lent)))
-            link.receive(lending_s(nbytes))  # `Copied`, or nothing: the client is gone, or too slow
+            link.send(Fetched(description=_LENT.encode(lent)))
+            link.receive(lending_s(nbytes))  # `Copied`, or None: the client has ended, or is too slow
             return
-        blobs = [np.ascontiguousarray(view).reshape(-1).view(np.uint8).data for view in found]
-    link.send(Fetched(found=_LENT.encode(None), blob_nbytes=nbytes), blobs)
+        blobs = [np.ascontiguousarray(view).reshape(-1).view(np.uint8).data for view in views]
+    link.send(Fetched(description=_LENT.encode(None), blob_nbytes=nbytes), blobs)
 
 
 _ANSWERS: dict[type[Any], Callable[[DataLink, Store, Any], None]] = {
@@ -419,17 +419,17 @@ _ANSWERS: dict[type[Any], Callable[[DataLink, Store, Any], None]] = {
 }
 
 
-def _offer(view: Any, tensor: object, lend: bool) -> _Offer:
-    """One tensor, lent in place or copied; the copy lies in the arena if it can be lent there."""
+def _offer(view: Any, tensor: object, lend: bool) -> _OutgoingTensor:
+    """One tensor, lent in place or copied; the copy is in the arena if it can be lent there."""
     info = arrays.info(view, arrays.library(tensor))
     if not lend or isinstance(view, arrays.DeviceArray):
         copy = arrays.copy_to_host(view).astype(info.dtype, copy=False)
-        return _Offer(replace(info, device="cpu"), copy, None, is_copy=True)
+        return _OutgoingTensor(replace(info, device="cpu"), copy, None, is_copy=True)
     if view.flags.c_contiguous and view.dtype.isnative and (ref := _located(view)) is not None:
-        return _Offer(info, view, ref, is_copy=False)
+        return _OutgoingTensor(info, view, ref, is_copy=False)
     copy = tensors.allocate(replace(info, library="numpy"))
     np.copyto(copy, view)
-    return _Offer(info, copy, _located(copy), is_copy=True)
+    return _OutgoingTensor(info, copy, _located(copy), is_copy=True)
 
 
 def _located(array: arrays.Array) -> BufferRef | None:

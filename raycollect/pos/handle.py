@@ -1,4 +1,4 @@
-"""Handles: what `ray.get` returns for a value that stays in its participant's store."""
+"""Handles: the results of `ray.get` for values that stay in their participant's store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from raycollect.pos.container import paths
 from raycollect.ray_bridge.serialization import PackedRef, as_pickled
 
 MOST_ROWS = 20
-"""How many tensors of a handle are shown; the others are counted."""
+"""The most shown tensors of a handle; the others are counted."""
 
 _FETCH = "fetch the value by col.get(ref), or by col.get(handle)"
 
@@ -34,21 +34,21 @@ _HEAD = ("where", "shape", "dtype", "bytes", "device", "library")
 class Handle(Placeholder):
     """A few hundred bytes that stand for tensors in a participant.
 
-    `raycollect.get(ref)` fetches them; for a single tensor, `numpy.asarray(handle)` does so too. A method of the
-    participant that holds them gets the very tensor for the ref; a method of another participant gets a copy. Using the
-    handle as the value (its truth, operators, items, attributes of the value) raises HandleError.
+    `raycollect.get(ref)` fetches them; for a single tensor, `numpy.asarray(handle)` does so, too. A method of the
+    participant that holds them gets the tensor itself for the ref; a method of another participant gets a copy. Using
+    the handle as the value (its truth, operators, items, attributes of the value) raises HandleError.
 
     Attributes:
         key: The id of the ObjectRef that the method returned.
         actor_id: The participant's Ray actor id, in hexadecimal.
-        actor: Its name for people: ``Worker(3f2a91)``.
-        address: Where it can be fetched.
-        structure: One tensor, or how several are put together.
+        actor: Its readable name: ``Worker(3f2a91)``.
+        address: The address of the participant.
+        structure: One tensor, or a structure of several.
         infos: Shape, dtype and device of each tensor.
-        incarnation: Ray's id of the process that holds them: a restarted actor has a new one, and the tensors are lost.
+        incarnation: Ray's id of the process that holds them: a restarted actor has a new id, and its tensors are lost.
         token: Keeps the value alive while any copy of this handle exists.
-        packed: The token for another process, where it is known already.
-        placements: Of the tensors that are the local ones of DTensors, the place in `infos`, and where they lie.
+        packed: The serialized token, if already known.
+        placements: (index in `infos`, placement) of local tensors of DTensors.
     """
 
     key: Key
@@ -66,7 +66,7 @@ class Handle(Placeholder):
         return self._reduced(self.token)
 
     def form(self) -> Any:
-        """Its short form for Ray; None: it has none."""
+        """Its short form for Ray, or None."""
         token = self.token
         if token is None:
             return None
@@ -79,12 +79,12 @@ class Handle(Placeholder):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of a single tensor; HandleAttributeError where there are several."""
+        """The shape of a single tensor; raises HandleAttributeError for several."""
         return self._single("shape").shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype of a single tensor; HandleAttributeError where there are several."""
+        """The dtype of a single tensor; raises HandleAttributeError for several."""
         return np.dtype(self._single("dtype").dtype)
 
     @property
@@ -94,33 +94,33 @@ class Handle(Placeholder):
 
     @property
     def words(self) -> str:
-        """Its tensors in words; of more than three the first ones, and how many there are."""
+        """A description of its tensors; of more than three, the first ones and their number."""
         what = ", ".join(str(info) for info in self.infos[:3])
         return what if len(self.infos) <= 3 else f"{what}, ... ({len(self.infos)} tensors)"
 
     def fetch(self, timeout_s: float = 60.0) -> Any:
-        """Fetches the value: the very object in the process that holds it, a copy anywhere else.
+        """Fetches the value: the object itself in the process that holds it, a copy in any other.
 
         Raises:
             TensorFreedError: It was freed.
-            TensorLostError: The process that held it is gone.
-            HolderUnreachableError: It could not be reached in time.
+            TensorLostError: The process that held it has ended.
+            HolderUnreachableError: The holder could not be reached in time.
             TensorDirtyError: A failed collective left it half-written.
         """
         return fetch.fetch(self.address, self.key, actor=self.actor, incarnation=self.incarnation, timeout_s=timeout_s)
 
     def fetch_for_use(self) -> Any:
-        """Fetches the value as a method gets it: tensors on a GPU of the holder come to the current GPU here.
+        """Fetches the value for a method: tensors on a GPU of the holder are copied to the current GPU.
 
-        Where this process has no GPU, or not the library, they come to the host's memory. Raises what `fetch` does.
+        If this process lacks a GPU, or the library, they are copied to host memory. Raises the errors of `fetch`.
         """
         value = self.fetch()
-        found = Container.of(value, arrays.is_tensor)
-        if found is None or all(info.device == "cpu" for info in self.infos):
+        container = Container.of(value, arrays.is_tensor)
+        if container is None or all(info.device == "cpu" for info in self.infos):
             return value
-        pairs = zip(found.tensors, self.infos, strict=True)
-        here = [one if info.device == "cpu" else put_on_gpu(one, info.library) for one, info in pairs]
-        return found.structure.build(here)
+        pairs = zip(container.tensors, self.infos, strict=True)
+        here = [tensor if info.device == "cpu" else put_on_gpu(tensor, info.library) for tensor, info in pairs]
+        return container.structure.build(here)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         self._single()
@@ -131,7 +131,7 @@ class Handle(Placeholder):
     def _repr_html_(self) -> str:
         count, kind = len(self.infos), self.structure.kind
         what = "tensor" if kind == "tensor" else f"{kind} of {counted(count, 'tensor')}"
-        cut = 1 if kind == "tensor" else 0  # a single one is nowhere in anything
+        cut = 1 if kind == "tensor" else 0  # a single tensor has no path
         pairs = zip(paths(self.structure), self.infos, strict=False)
         rows = ((place, *_cells(info))[cut:] for place, info in pairs)
         return html.block(
@@ -170,7 +170,7 @@ def _cells(info: TensorInfo) -> tuple[object, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Reduced:
-    """Pickles as what it was given says."""
+    """Pickles as its given reduction."""
 
     given: tuple[Any, ...]
 
@@ -187,7 +187,7 @@ _What = tuple[
 _WHERE = Codec[_Where](_Where, "holder of tensors")
 _WHAT = Codec[_What](_What, "tensors of a handle")
 
-# An actor's handles differ in their keys, and seldom in more.
+# An actor's handles mostly differ in their keys only.
 _where_packed, _what_packed = lru_cache(maxsize=512)(_WHERE.encode), lru_cache(maxsize=512)(_WHAT.encode)
 _where_of, _what_of = lru_cache(maxsize=512)(_WHERE.decode), lru_cache(maxsize=512)(_WHAT.decode)
 

@@ -1,4 +1,4 @@
-"""The tensors of a key, found or refused with the reason; and read while nobody writes them."""
+"""The tensors of a key, or an error with the reason; and reading them while no plan writes them."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from raycollect.errors import ConnectionLostError, PlanAbortedError, RaycollectE
 from raycollect.pos import Absence, Container, State, Store
 
 _MOST_TOLD = 10_000
-"""The most of a reason that an answer carries: the words of a method's exception can be of any length."""
+"""The longest reason in an answer, in characters: a method's exception can be of any length."""
 
 
 def find(store: Store, key: Key) -> Container:
-    """The container of a key; TensorLostError, TensorFreedError, TensorDirtyError: there is no such value."""
-    found = store.current(key)
-    if isinstance(found, Absence):
-        if found.state is State.FREED:
+    """The container of a key; raises TensorLostError, TensorFreedError or TensorDirtyError without a value."""
+    container = store.current(key)
+    if isinstance(container, Absence):
+        if container.state is State.FREED:
             raise refused("freed", "freed", key)
-        if found.state is State.REPLACED:
-            raise refused("replaced", found.detail, key)
-        raise refused("lost", f"not there ({f'{found.state.value} {found.detail}'.rstrip()})", key)
+        if container.state is State.REPLACED:
+            raise refused("replaced", container.detail, key)
+        raise refused("lost", f"not there ({f'{container.state.value} {container.detail}'.rstrip()})", key)
     try:
-        ranges = [arrays.byte_range(arrays.memory(tensor)) for tensor in found.tensors]
+        ranges = [arrays.byte_range(arrays.memory(tensor)) for tensor in container.tensors]
     except TypeError as exc:
         raise refused("not_tensor", str(exc), key) from exc
     if store.is_dirty(ranges):
         raise refused("dirty", "half-written by a failed collective", key)
-    return found
+    return container
 
 
-def refused(kind: str, found: str, key: bytes) -> RaycollectError:
-    """Makes the error for a tensor that can't be had."""
-    violation = Violation(kind=kind, rank=-1, field="tensor", found=found[:_MOST_TOLD], ref=key.hex())
+def refused(kind: str, actual: str, key: bytes) -> RaycollectError:
+    """Makes the error for an unavailable tensor."""
+    violation = Violation(kind=kind, rank=-1, field="tensor", found=actual[:_MOST_TOLD], ref=key.hex())
     return refusal("get", "", (violation,))
 
 
@@ -74,7 +74,7 @@ def reading(
                 raise ConnectionLostError(detail="the client has ended the connection") from None
             continue
         try:
-            # Again, as the plan may have failed meanwhile, or the key may have been freed.
+            # Checked again, as the plan may have failed, or the key may have been freed.
             if find(store, key) is container:
                 yield container
                 return

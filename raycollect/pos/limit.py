@@ -1,4 +1,4 @@
-"""The limit of an arena: from the environment, or a share of the memory that this process can have."""
+"""The limit of an arena: from the environment, or a share of the memory of this process."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from raycollect.errors.text import shown
 
 VARIABLE = "RAYCOLLECT_ARENA_LIMIT"
-"""Bytes, or a number with k, M or G (powers of 1024); 0 switches the arena off."""
+"""Bytes, or a number with k, M or G (powers of 1024); 0 disables the arena."""
 SHARE = 0.3
-"""The share of the memory that one arena may take where the variable is not set."""
+"""The share of the memory that one arena may take if the variable is not set."""
 
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30}
 _MOST = 1 << 47  # what a process can address
@@ -24,7 +24,7 @@ def arena_limit(environ: Mapping[str, str], root: Path = Path("/")) -> int:
     """The limit in bytes; 0: no arena.
 
     Raises:
-        OSError: The variable makes no sense.
+        OSError: The variable is invalid.
     """
     text = environ.get(VARIABLE, "").strip()
     if not text:
@@ -37,13 +37,13 @@ def arena_limit(environ: Mapping[str, str], root: Path = Path("/")) -> int:
 
 
 def usable_nbytes(root: Path = Path("/")) -> int:
-    """The memory that this process may use: the machine's, or less where its control group has less."""
+    """The memory that this process may use: the machine's, or the lower limit of its control group."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([machine, *_cgroup_limits(root)])
 
 
 def _cgroup_limits(root: Path) -> Iterator[int]:
-    """In a container the path may be one of the host; the group itself is then mounted at the top."""
+    """Limits of control groups. In a container the path may be the host's; the group is then mounted at the top."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -61,5 +61,5 @@ def _cgroup_limits(root: Path) -> Iterator[int]:
 def _read(file: Path) -> Iterator[int]:
     try:
         yield int(file.read_text())
-    except (OSError, ValueError):  # there is none here, or it says "max"
+    except (OSError, ValueError):  # the file is missing, or contains "max"
         return

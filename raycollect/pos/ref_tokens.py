@@ -1,8 +1,8 @@
-"""Token refs: how a participant learns that nobody holds a value any more (P5).
+"""Token refs: they notify a participant when the last reference to a value is released (P5).
 
-A participant does not own the refs that its methods return, so it can't ask Ray about them. It does own tokens that it
-puts itself. Each `Handle` carries one, nested: Ray counts it with the value, through every borrower, discarded results
-and dead owners included, and tells its owner when the last copy is gone.
+A participant does not own the refs that its methods return, so Ray does not report their end. It does own tokens that
+it puts itself. Each `Handle` carries a token, nested: Ray counts it with the value, through every borrower, discarded
+results and dead owners included, and notifies its owner when the last copy is released.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from raycollect.ray_bridge import ray_internals
 
 
 class RefTokenPool:
-    """Tokens made off the hot path, apart; `size` of them are kept ready.
+    """Tokens created off the hot path, in a helper thread; `size` of them are kept ready.
 
-    `on_gone` is called with a key when the last copy of its token is gone; on a thread of Ray's, must be quick.
+    `on_gone` is called with a key when the last copy of its token is released; on a thread of Ray, so it must be quick.
     """
 
     def __init__(self, on_gone: Callable[[Key], None], *, size: int = 64) -> None:
@@ -32,23 +32,23 @@ class RefTokenPool:
         self._lock = threading.Lock()
         first = self._make()
         self.supported: bool = first is not None
-        """False where this Ray can't tell when a ref is gone."""
+        """False if this Ray can't report the release of a ref."""
         if first is not None:
             self._ready.append(first)
 
     def take(self, key: Key) -> Any:
-        """A token that stands for `key`; None where this Ray can't tell when a ref is gone."""
+        """A token for `key`; None if this Ray can't report the release of a ref."""
         if not self.supported:
             return None
         with self._lock:
             token, cell = self._ready.pop() if self._ready else (None, [])
             fills = len(self._ready) < self._size // 2 and not self._is_filling
             self._is_filling = self._is_filling or fills
-        if fills and not threads.survives(threads.apart, threads.survives, self._fill):
-            self._is_filling = False  # each `take` makes its own token meanwhile
+        if fills and not threads.survives(threads.call_in_helper, threads.survives, self._fill):
+            self._is_filling = False  # each `take` creates its own token meanwhile
         if token is None:
-            made = self._make()
-            token, cell = made if made is not None else (None, cell)
+            entry = self._make()
+            token, cell = entry if entry is not None else (None, cell)
         cell.append(key)
         return token
 
@@ -70,9 +70,9 @@ class RefTokenPool:
             self._is_filling = False
 
     def _add_one(self) -> bool:
-        # In a call of its own, so that no local keeps a token alive while the next one is made.
-        made = self._make()
+        # In its own call, so that no local variable keeps a token alive while the next one is created.
+        entry = self._make()
         with self._lock:
-            if made is not None:
-                self._ready.append(made)
+            if entry is not None:
+                self._ready.append(entry)
             return len(self._ready) < self._size

@@ -1,4 +1,4 @@
-"""The shared memory of this process, and that of others which it has mapped."""
+"""The shared memory of this process, and the mapped memory of others."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from raycollect.core.model import BufferRef, Segment
 from raycollect.pos.arena import NAME, Arena, map_file
 from raycollect.pos.limit import arena_limit
 
-_READ_NBYTES = 64 << 20  # at a time: the interpreter may have a signal to handle
+_READ_NBYTES = 64 << 20  # at a time, so that signals can be handled in between
 _log = logging.getLogger("raycollect")
 
 
 class Segments:
-    """A `SegmentSource`. The first allocation makes the arena; a forked child begins without one."""
+    """A `SegmentSource`. The first allocation creates the arena; a forked child begins without one."""
 
     _current: ClassVar[Segments | None] = None
     _making: ClassVar[threading.Lock] = threading.Lock()
 
     @classmethod
     def current(cls) -> Segments:
-        """That of this process."""
+        """The instance of this process."""
         if cls._current is None:
             with cls._making:
                 if cls._current is None:
-                    cls._current = made = cls()
-                    os.register_at_fork(after_in_child=made._begin_in_child)
+                    cls._current = segments = cls()
+                    os.register_at_fork(after_in_child=segments._begin_in_child)
         return cls._current
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Segments:
         self._begin()
 
     def _begin(self) -> None:
-        """Forgets everything; in a forked child a thread that no longer exists may hold the lock."""
+        """Resets the state; in a forked child a thread that no longer exists may hold the lock."""
         self._lock = threading.Lock()
         self._arena: Arena | None = None
         self._missing = ""
@@ -59,15 +59,15 @@ class Segments:
 
     @property
     def arena(self) -> Arena:
-        """The arena of this process; OSError where there is none, and the first time a warning that says why."""
+        """The arena of this process; raises OSError without one, and logs a warning with the reason once."""
         return self._arena or self._make()
 
     def allocate(self, nbytes: int) -> NDArray[np.uint8]:
-        """Allocates a block of the arena; see `Arena.allocate`. OSError where there is no arena."""
+        """Allocates a block of the arena; see `Arena.allocate`. Raises OSError without an arena."""
         return self.arena.allocate(nbytes)
 
     def locate(self, address: int, nbytes: int) -> BufferRef | None:
-        """Where bytes of this process lie in its arena; None where they don't."""
+        """The position of bytes of this process in its arena; None if they are elsewhere."""
         if self._lo <= address and address + nbytes <= self._hi and self._own is not None:
             return BufferRef(self._own, address - self._lo, nbytes)
         return None
@@ -76,19 +76,19 @@ class Segments:
         """Maps the arena of a process of this machine and user as a writable array, uint8 [segment.nbytes].
 
         Raises:
-            OSError: The process is gone, or does not let this one see its memory.
+            OSError: The process has ended, or does not allow access to its memory.
         """
         arena = self._arena
         if arena is not None and segment == self._own:
             return arena.root
         with self._lock:
-            found = self._opened.get(segment)
-            if found is None:
-                found = self._opened[segment] = _open(segment)
-            return found
+            mapped = self._opened.get(segment)
+            if mapped is None:
+                mapped = self._opened[segment] = _open(segment)
+            return mapped
 
     def read(self, pieces: Sequence[tuple[BufferRef, memoryview]]) -> None:
-        """Copies pieces of the arena of a process of this machine and user, unmapped; OSError as from `open`."""
+        """Copies pieces of the arena of a process of this machine and user, without mapping it; raises as `open`."""
         segment = pieces[0][0].segment
         if segment == self._own and self._arena is not None:
             for ref, into in pieces:
@@ -99,7 +99,7 @@ class Segments:
                 _read(fd, ref, into)
 
     def statistics(self) -> ArenaStatistics:
-        """What the arena holds, and what is mapped of others."""
+        """The state of the arena, and the mapped memory of others."""
         own = self._arena.statistics() if self._arena is not None else ArenaStatistics(mapped=0)
         with self._lock:
             return replace(own, mapped=sum(segment.nbytes for segment in self._opened))
@@ -116,12 +116,12 @@ class Segments:
         try:
             limit = arena_limit(os.environ)
             if limit == 0:
-                self._missing = "the arena is switched off"
+                self._missing = "the arena is disabled"
                 return
             arena = Arena(limit)
         except (OSError, AttributeError, OverflowError) as exc:
-            self._missing = f"there is no shared memory for tensors here: {exc}"
-            _log.warning("%s; ordinary memory is used, and collectives copy it", self._missing)
+            self._missing = f"shared memory for tensors is not available: {exc}"
+            _log.warning("%s; tensors are in ordinary memory, and collectives copy them", self._missing)
             return
         self._arena, self._own = arena, arena.segment
         self._lo, self._hi = arena.address, arena.address + arena.segment.nbytes

@@ -1,7 +1,7 @@
 """Key -> tensors, by a table of states. Pure except for one lock: no ray, no array library.
 
-Two more things are known by memory range, since a ref names storage and not a snapshot (P6): the ranges that a running
-plan writes (readers wait for it), and those that a failed plan left half-written (using them raises, P4).
+The store also tracks memory ranges, since a ref names storage, not a snapshot (P6): the ranges that a running plan
+writes (readers wait for it), and those that a failed plan left half-written (using them raises, P4).
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from raycollect.pos.extents import Extents
 Range = tuple[int, int]
 """Addresses in memory: first byte, one past the last."""
 
-_FEW = 64  # so many pairs of ranges are compared one by one
-_LOOK_S = 0.5  # how long a claim waits before it asks again whether to go on
+_FEW = 64  # the most pairs of ranges that are compared one by one
+_LOOK_S = 0.5  # how often a waiting claim checks whether to continue
 
 
 class State(enum.Enum):
-    """What the store knows of a key."""
+    """The state of a key."""
 
     ABSENT = "absent"
-    """Nothing: its method has not ended yet, or never ran."""
+    """Its method has not ended yet, or never ran."""
     HELD = "held"
     FAILED = "failed"
     """Its method raised."""
     BY_VALUE = "by_value"
-    """Its method returned something that is not kept."""
+    """Its method returned a value that is passed by value."""
     FREED = "freed"
     REPLACED = "replaced"
-    """Its value has other tensors than it had: what `current` finds, and never kept."""
+    """The tensors of its value have changed: only returned by `current`."""
 
 
 _NEXT: dict[tuple[State, str], State] = {
@@ -57,7 +57,7 @@ _NEXT: dict[tuple[State, str], State] = {
     (State.FAILED, "free"): State.FREED,
     (State.BY_VALUE, "put"): State.HELD,
 }
-"""Of a retried method the first value stays. A freed key stays freed: its last ref went before the value came."""
+"""The first value of a retried method stays. A freed key stays freed: its last ref was released before its value."""
 
 _EVENTS = {"fail": State.FAILED, "pass": State.BY_VALUE}
 """Event -> the state that its detail describes."""
@@ -65,7 +65,7 @@ _EVENTS = {"fail": State.FAILED, "pass": State.BY_VALUE}
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """Why a key holds no tensor; `detail` is the exception, or the type of the value."""
+    """The reason why a key has no tensor; `detail` is the exception, or the type of the value."""
 
     state: State
     detail: str = ""
@@ -75,12 +75,12 @@ class Store:
     """The tensors of one process. Any thread may call it.
 
     Args:
-        limit: The most keys held at a time; None: no limit (they are freed when their refs are gone).
-        memory: How many absences are remembered, for good messages.
+        limit: The most keys held at a time; None: no limit (they are freed with their last ref).
+        memory: The most remembered absences, for error messages.
 
     Attributes:
-        dirty: The half-written ranges, with weak references to the owners of their memory. It is empty in most
-            processes: `is_dirty` and `mark_written` have nothing to do then.
+        dirty: The half-written ranges, with weak references to the owners of their memory. If it is empty, as in most
+            processes, `is_dirty` and `mark_written` return at once.
     """
 
     def __init__(self, *, limit: int | None = None, memory: int = 4096) -> None:
@@ -103,7 +103,7 @@ class Store:
             self._limit = count
 
     def put(self, key: Key, container: Container) -> bool:
-        """Keeps a value; the first write of a key wins. False where the key was freed before.
+        """Stores a value; the first write of a key wins. False if the key was freed before.
 
         Raises:
             StoreFullError: The limit is reached.
@@ -122,17 +122,17 @@ class Store:
             return True
 
     def fail(self, task: bytes, detail: str) -> None:
-        """Notes that a task raised: it will have no returns."""
+        """Records that a task raised: it has no return values."""
         self._note(task, "fail", detail)
 
-    def pass_by(self, whose: bytes, detail: str) -> None:
-        """Notes that a task, or the one of its returns with this key, is something not kept, such as ``"int"``."""
-        self._note(whose, "pass", detail)
+    def pass_by(self, name: bytes, detail: str) -> None:
+        """Records that a task's return values, or the one with this key, go by value; `detail`: such as ``"int"``."""
+        self._note(name, "pass", detail)
 
     def free(self, keys: Sequence[Key]) -> int:
-        """Forgets values, and returns how many were held; a plan that uses one keeps its memory until it ends."""
+        """Drops values, and returns how many were held; a running plan keeps the memory of its values alive."""
         with self._changed:
-            gone = []  # let go of outside the lock: a value's end may run anyone's code
+            gone = []  # released outside the lock: finalizers may run any code
             for key in keys:
                 if _NEXT[self._state(key), "free"] is State.FREED:
                     self._remember(key, Absence(State.FREED))
@@ -143,34 +143,34 @@ class Store:
         return count
 
     def look(self, key: Key) -> Container | Absence:
-        """The value of a key, or why there is none. Never waits."""
+        """The value of a key, or the reason of its absence. Never waits."""
         with self._lock:
             return self._look(key)
 
     def current(self, key: Key) -> Container | Absence:
-        """As `look`, of a list or dict with the tensors that it holds now; see `Container.current`."""
+        """As `look`, with the current tensors of a list or dict; see `Container.current`."""
         with self._lock:
-            found = self._look(key)
-        if isinstance(found, Absence) or found.leaves is None:
-            return found
-        now = found.current()
+            stored = self._look(key)
+        if isinstance(stored, Absence) or stored.leaves is None:
+            return stored
+        now = stored.current()
         if isinstance(now, str):
             return Absence(State.REPLACED, now)
-        if now is not found:
+        if now is not stored:
             self.replace(key, now)
         return now
 
     def wait(self, key: Key, given_up: Callable[[], bool]) -> Container | Absence:
-        """Waits until the key's method has ended, or `given_up`, asked after every change and `wake`, says so."""
+        """Waits until the key's method has ended, or `given_up`, called after every change and `wake`, returns True."""
         with self._changed:
             while True:
-                found = self._look(key)
-                if isinstance(found, Container) or found.state is not State.ABSENT or given_up():
-                    return found
+                value = self._look(key)
+                if isinstance(value, Container) or value.state is not State.ABSENT or given_up():
+                    return value
                 self._changed.wait()
 
     def wake(self) -> None:
-        """Makes every `wait` ask again whether to give up."""
+        """Makes every `wait` call its `given_up` again."""
         with self._changed:
             self._changed.notify_all()
 
@@ -191,11 +191,11 @@ class Store:
         absence = self._absent.get(key) or self._absent.get(key[:TASK_NBYTES])
         return absence.state if absence else State.ABSENT
 
-    def _note(self, whose: bytes, event: str, detail: str) -> None:
+    def _note(self, name: bytes, event: str, detail: str) -> None:
         with self._changed:
-            known = self._state(whose)
-            if _NEXT[known, event] is not known or _EVENTS[event] is known:
-                self._remember(whose, Absence(_NEXT[known, event], detail))
+            state = self._state(name)
+            if _NEXT[state, event] is not state or _EVENTS[event] is state:
+                self._remember(name, Absence(_NEXT[state, event], detail))
             self._changed.notify_all()
 
     def _remember(self, name: bytes, absence: Absence) -> None:
@@ -205,7 +205,7 @@ class Store:
             self._absent.popitem(last=False)
 
     def replace(self, key: Key, container: Container) -> None:
-        """Has a key that is held stand for another value from now on."""
+        """Replaces the value of a held key."""
         with self._changed:
             if key in self._held:
                 self._held[key] = container
@@ -214,10 +214,10 @@ class Store:
     def reading(
         self, ranges: Sequence[Range], aborted: Callable[[], str | None] = lambda: None, limit_s: float = math.inf
     ) -> _Claim:
-        """A context that holds off plans that write these ranges; entering waits for those that do, or are about to.
+        """A context that blocks plans that write these ranges; entering waits for running and waiting writers.
 
-        It raises PlanAbortedError once `aborted`, which is asked after every change and every 0.5 s, says why, and
-        CollectiveTimeoutError after `limit_s`. Pass one of the two: nothing else ends the wait for a writer.
+        It raises PlanAbortedError when `aborted`, called after every change and every 0.5 s, returns a reason, and
+        CollectiveTimeoutError after `limit_s`. Pass one of the two: only they end the wait for a writer.
         """
         against = self._writing, self._pending
         return _Claim(self, self._lock, self._reading, against, ranges, None, aborted, limit_s)
@@ -225,7 +225,7 @@ class Store:
     def writing(
         self, ranges: Sequence[Range], aborted: Callable[[], str | None] = lambda: None, limit_s: float = math.inf
     ) -> _Claim:
-        """A context that holds off readers of these ranges; entering waits for current ones, which only copy.
+        """A context that blocks readers of these ranges; entering waits for current readers, which only copy.
 
         It raises as `reading` does.
         """
@@ -233,7 +233,7 @@ class Store:
         return _Claim(self, self._lock, self._writing, against, ranges, self._pending, aborted, limit_s)
 
     def mark_dirty(self, ranges: Sequence[Range], owners: Sequence[Any]) -> None:
-        """Marks ranges as half-written, as long as the owners of the memory live."""
+        """Marks ranges as half-written, as long as the owners of the memory are alive."""
         with self._changed:
             self.dirty.update(
                 {span: weak(owner) for span, owner in zip(ranges, owners, strict=True) if span[0] < span[1]}
@@ -245,7 +245,7 @@ class Store:
             return
         with self._changed:
             whole = Extents(*ranges)
-            for span in [one for one in self.dirty if not whole.gaps(*one)]:
+            for span in [span for span in self.dirty if not whole.gaps(*span)]:
                 del self.dirty[span]
 
     def is_dirty(self, ranges: Sequence[Range]) -> bool:
@@ -257,7 +257,7 @@ class Store:
 
     def _living_dirt(self) -> list[Range]:
         for span in [span for span, owner in self.dirty.items() if owner() is None]:
-            del self.dirty[span]  # the memory was given back and may belong to something new
+            del self.dirty[span]  # the memory was freed, and may be reused
         return list(self.dirty)
 
 
@@ -293,7 +293,7 @@ class _Claim:
         return any(others and _any_overlap(self._ranges, others) for others in self._against)
 
     def _wait(self) -> None:
-        """Readers that come later wait for this writer, so that a chain of readers can't hold it off."""
+        """Waits. Later readers wait for this writer, so that a chain of readers can't starve it."""
         store, until_s = self._store, time.monotonic() + self._limit_s
         store._claims_waiting += 1
         if self._pending is not None:
@@ -332,7 +332,7 @@ def _overlap(some: Sequence[Range], others: Sequence[Range]) -> bool:
 
 
 def weak(owner: Any) -> Callable[[], Any]:
-    """Refers to an object weakly; keeps alive what can't be referred to so."""
+    """Returns a weak reference to an object; a strong one if it does not support weak references."""
     try:
         return weakref.ref(owner)
     except TypeError:

@@ -1,10 +1,10 @@
 """Tensors in the arena of this process: the public constructors, and the outputs of collectives.
 
 Participants of one machine work on such tensors in place, without a copy. Otherwise they are ordinary numpy arrays and
-torch tensors, made in any process, with Ray or without; their memory is freed with the last view of them. Where there
-is no shared memory, a warning says so once, and they lie in ordinary memory.
+torch tensors, created in any process, with or without Ray; their memory is freed with their last view. Without shared
+memory, they are in ordinary memory, and a warning is logged once.
 
-A forked child shares the tensors of its parent: what one of the two writes, the other reads.
+A forked child shares the tensors of its parent: each sees the writes of the other.
 """
 
 from __future__ import annotations
@@ -33,55 +33,55 @@ MOST_DIMENSIONS = 64
 
 
 def empty(shape: Shape, dtype: Any = np.float64, *, like: object = None, library: str | None = None) -> Any:
-    """Makes a tensor in shared memory whose contents are undefined, in C order.
+    """Creates a tensor in shared memory, in C order, with undefined contents.
 
     Args:
         shape: The extent of each dimension, or the only one.
         dtype: An element type of numpy or torch, or its name: ``"bfloat16"``.
-        like: A tensor of the library that the result should have; nothing else of it matters, as in numpy.
+        like: A tensor whose library the result has; its other properties are ignored, as in numpy.
         library: ``"numpy"`` or ``"torch"``, instead of `like`.
 
     Raises:
-        ArenaFullError: The arena has no room for it; a MemoryError as well.
-        InvalidArgumentError: The shape, the dtype or the library is invalid; a ValueError as well.
+        ArenaFullError: The arena has no room for it; also a MemoryError.
+        InvalidArgumentError: The shape, the dtype or the library is invalid; also a ValueError.
     """
-    made = _Constructor("empty", like, library)
-    return made.finish(made.allocate_array(shape, dtype))
+    constructor = _Constructor("empty", like, library)
+    return constructor.finish(constructor.allocate_array(shape, dtype))
 
 
 def zeros(shape: Shape, dtype: Any = np.float64, *, like: object = None, library: str | None = None) -> Any:
-    """Makes a tensor of zeros in shared memory; see `empty`."""
+    """Creates a tensor of zeros in shared memory; see `empty`."""
     return _filled("zeros", shape, 0, dtype, like, library)
 
 
 def ones(shape: Shape, dtype: Any = np.float64, *, like: object = None, library: str | None = None) -> Any:
-    """Makes a tensor of ones in shared memory; see `empty`."""
+    """Creates a tensor of ones in shared memory; see `empty`."""
     return _filled("ones", shape, 1, dtype, like, library)
 
 
 def full(shape: Shape, fill_value: Any, dtype: Any = None, *, like: object = None, library: str | None = None) -> Any:
-    """Makes a tensor in shared memory that holds `fill_value`, broadcast to the shape; see `empty`.
+    """Creates a tensor in shared memory filled with `fill_value`, broadcast to the shape; see `empty`.
 
-    Its element type is that of the value where `dtype` is None.
+    Its element type is that of the value if `dtype` is None.
     """
     value = on_host(fill_value)
     return _filled("full", shape, value, value.dtype if dtype is None else dtype, like, library)
 
 
 def array(object: Any, dtype: Any = None, *, like: object = None, library: str | None = None) -> Any:
-    """Copies a tensor of any library and device, or what numpy can make an array of, into shared memory; see `empty`.
+    """Copies a tensor of any library and device, or an array-like, into shared memory; see `empty`.
 
-    Element type and library are those of the object where they are not given; for one of cupy the library has to be.
+    Element type and library default to those of the object; a cupy array needs `library` or `like`.
     """
-    made = _Constructor("array", like if library is not None or like is not None else object, library)
+    constructor = _Constructor("array", like if library is not None or like is not None else object, library)
     seen = on_host(object)
-    copy = made.allocate_array(seen.shape, seen.dtype if dtype is None else dtype)
+    copy = constructor.allocate_array(seen.shape, seen.dtype if dtype is None else dtype)
     np.copyto(copy, seen, casting="unsafe")
-    return made.finish(copy)
+    return constructor.finish(copy)
 
 
 def arena_statistics() -> ArenaStatistics:
-    """Tells what this process holds in shared memory for tensors; the first tensor makes it."""
+    """Returns statistics of this process's shared memory for tensors, which the first tensor creates."""
     return Segments.current().statistics()
 
 
@@ -97,7 +97,7 @@ def allocate(info: TensorInfo) -> Any:
 
 
 def on_host(value: Any) -> arrays.Array:
-    """A tensor of any library and device, or what numpy can make an array of, as an array; a view where possible."""
+    """Converts a tensor of any library and device, or an array-like, to an array; a view if possible."""
     value = arrays.resolved(value)
     seen = arrays.view(value)
     if isinstance(seen, arrays.DeviceArray):
@@ -106,7 +106,7 @@ def on_host(value: Any) -> arrays.Array:
 
 
 class _Constructor:
-    """One call of a constructor: checks its arguments and makes the tensor."""
+    """One call of a constructor: checks its arguments and creates the tensor."""
 
     def __init__(self, op: str, like: object, library: str | None) -> None:
         self._op = op
@@ -123,12 +123,12 @@ class _Constructor:
             return np.empty(extents, element)
         try:
             memory = Segments.current().allocate(nbytes)
-        except OSError:  # there is no arena, and a warning was logged
+        except OSError:  # no arena; a warning was logged
             return np.empty(extents, element)
         return memory.view(element).reshape(extents)
 
-    def finish(self, made: arrays.Array) -> Any:
-        return arrays.restore(made, self._library)
+    def finish(self, array: arrays.Array) -> Any:
+        return arrays.restore(array, self._library)
 
     def _shape(self, shape: Shape) -> tuple[int, ...]:
         try:
@@ -143,24 +143,24 @@ class _Constructor:
         torch = sys.modules.get("torch")
         name = str(dtype).removeprefix("torch.") if torch and isinstance(dtype, torch.dtype) else dtype
         try:
-            found = np.dtype(name)
+            element = np.dtype(name)
         except (TypeError, ValueError, SyntaxError):  # as numpy refuses odd texts
-            found = np.dtype(object)
-        if not arrays.is_number(found):
-            raise self._refused("dtype", dtype, "a type of numbers that numpy or ml_dtypes has")
-        if self._library == "torch" and not (found.isnative and hasattr(torch, found.name)):
-            raise self._refused("dtype", dtype, "a type that torch has")
-        return found
+            element = np.dtype(object)
+        if not arrays.is_number(element):
+            raise self._refused("dtype", dtype, "a number type of numpy or ml_dtypes")
+        if self._library == "torch" and not (element.isnative and hasattr(torch, element.name)):
+            raise self._refused("dtype", dtype, "a type of torch")
+        return element
 
-    def _refused(self, field: str, found: object, expected: str) -> Exception:
-        return refusal(self._op, "", (wrong_argument(field, shown(found), expected),))
+    def _refused(self, field: str, value: object, expected: str) -> Exception:
+        return refusal(self._op, "", (wrong_argument(field, shown(value), expected),))
 
 
 def _filled(op: str, shape: Shape, value: Any, dtype: Any, like: object, library: str | None) -> Any:
-    made = _Constructor(op, like, library)
-    filled = made.allocate_array(shape, dtype)
+    constructor = _Constructor(op, like, library)
+    filled = constructor.allocate_array(shape, dtype)
     try:
         np.copyto(filled, value, casting="unsafe")
     except (TypeError, ValueError) as exc:
-        raise made._refused("fill_value", value, f"a number ({exc})") from exc
-    return made.finish(filled)
+        raise constructor._refused("fill_value", value, f"a number ({exc})") from exc
+    return constructor.finish(filled)

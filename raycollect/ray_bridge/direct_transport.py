@@ -157,4 +157,4 @@ def on_completed(ref: Any, callback: Callable[[Any], object]) -> None:
             value = threads.failed("waiting for a ref", exc)
         callback(value)
 
-    threads.apart(threads.survives, wait)
+    threads.call_in_helper(threads.survives, wait)

@@ -358,7 +358,7 @@ def _flip_in_shared_memory(injected: Injected) -> None:
 def _mesh(injected: Injected) -> dict[int, Any]:
     """The connections of a `tcp` group, or of one whose library has its consistency check there."""
     communicator = _plans_of(injected.fault.group).communicator
-    peers: dict[int, Any] = getattr(communicator, "_mesh", communicator)._link._peers
+    peers: dict[int, Any] = getattr(communicator, "_mesh", communicator)._tcp_mesh._peers
     return peers
 
 

@@ -133,7 +133,7 @@ def body_alone(communicator: Any, launches: list[Launch], last: Launch, abort: b
             said.append(type(exc).__name__)
     communicator.end(last, False)
     works = bool((one.cupy.arange(1000).get() == np.arange(1000)).all())
-    return said[0], said[1], works, communicator.graphs.kept
+    return said[0], said[1], works, communicator.graphs.current
 
 
 @pytest.mark.parametrize(("abort", "error"), [(False, "CollectiveTimeoutError"), (True, "PlanAbortedError")])

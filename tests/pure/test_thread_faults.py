@@ -59,8 +59,8 @@ def in_the_source() -> tuple[set[str], list[str]]:
     for path in Path(raycollect.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            if called == "threads.apart":
-                names.add("raycollect-apart")
+            if called == "threads.call_in_helper":
+                names.add("raycollect-helper")
             if called in ("threads.start", "threads.pool", "threads.beside", "Loop"):
                 first = cast(ast.Call, node).args[0]
                 if called == "threads.start" and path.name == "loop.py":
@@ -89,7 +89,7 @@ def test_each_thread_of_the_package_is_in_the_table_and_has_a_fault() -> None:
 
 
 def test_the_number_of_places_is_that_of_the_table() -> None:
-    """All calls by `threads.apart` are one place."""
+    """All calls by `threads.call_in_helper` are one place."""
     package = Path(raycollect.__file__).parent
     calls = [
         ast.unparse(node.func)
@@ -168,7 +168,7 @@ def test_the_next_record_is_posted_after_a_failure() -> None:
     assert put.get(timeout=WAIT_S).endswith(b"id of g")
 
 
-@fault_in("raycollect-apart")
+@fault_in("raycollect-helper")
 def test_who_waits_for_a_ref_that_ray_moves_hears_of_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     came = SimpleQueue[Any]()
     caller = SimpleNamespace(heard=came.put)
@@ -178,10 +178,10 @@ def test_who_waits_for_a_ref_that_ray_moves_hears_of_a_failure(monkeypatch: pyte
     def wait() -> None:
         direct_transport.on_completed(object(), lambda value: caller.heard(value))
 
-    with fail_at(direct_transport, "get", thread="raycollect-apart"):
+    with fail_at(direct_transport, "get", thread="raycollect-helper"):
         wait()
         assert str(came.get(timeout=WAIT_S)).startswith(f"waiting for a ref failed: {BOOM}")
-    with fail_at(caller, "heard", thread="raycollect-apart"):
+    with fail_at(caller, "heard", thread="raycollect-helper"):
         wait()
     wait()
     assert came.get(timeout=WAIT_S) == "the value"
@@ -205,7 +205,7 @@ def test_what_the_other_side_of_an_update_of_vllm_raises_is_the_error(block: Exc
             raise block
 
 
-@fault_in("raycollect-apart")
+@fault_in("raycollect-helper")
 def test_who_waits_for_a_call_of_torch_gets_its_error() -> None:
     pytest.importorskip("torch")
     from raycollect.backends.torch_dist.calls import Calls
@@ -214,7 +214,7 @@ def test_who_waits_for_a_call_of_torch_gets_its_error() -> None:
     library: Any = SimpleNamespace(backend=None, rank=0, world_size=1, group_name="g")
     calls = Calls(library, launch, lambda launch: None)
     work = SimpleNamespace(wait=lambda timeout: True)
-    with fail_at(work, "wait", thread="raycollect-apart"), pytest.raises(TypeError, match="injected"):
+    with fail_at(work, "wait", thread="raycollect-helper"), pytest.raises(TypeError, match="injected"):
         calls._wait_beside(work)
     calls._wait_beside(work)
 
@@ -235,12 +235,12 @@ def run_barrier(communicator: Any) -> None:
     communicator.launch(launch, (Kernel(kind=OpKind.BARRIER),))
 
 
-@fault_in("raycollect-apart")
+@fault_in("raycollect-helper")
 def test_who_waits_for_a_communicator_of_nccl_gets_its_error() -> None:
     with gpus(1) as fake:
         maker = fake.cupy.cuda.nccl
         refused = pytest.raises(BackendUnavailableError, match="injected")
-        with fail_at(maker, "NcclCommunicator", thread="raycollect-apart"), refused:
+        with fail_at(maker, "NcclCommunicator", thread="raycollect-helper"), refused:
             create(0, 1)
         made = create(0, 1)
         run_barrier(made)

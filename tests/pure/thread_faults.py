@@ -21,9 +21,9 @@ def fault_in(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return note
 
 
-def apart(before: Collection[threading.Thread] = ()) -> list[threading.Thread]:
-    """The calls of `threads.apart` under way, but for those that were before the test."""
-    return [one for one in threading.enumerate() if one.name == "raycollect-apart" and one not in before]
+def helper_threads(before: Collection[threading.Thread] = ()) -> list[threading.Thread]:
+    """The calls of `threads.call_in_helper` under way, but for those that were before the test."""
+    return [one for one in threading.enumerate() if one.name == "raycollect-helper" and one not in before]
 
 
 def threads_tested(*modules: ModuleType) -> set[str]:

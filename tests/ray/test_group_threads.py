@@ -28,7 +28,7 @@ class Held:
         (self.busy,), (self._gate,) = actors(Worker, 1), actors(Gate, 1, max_concurrency=8)
         self._end = block(self.busy, self._gate)
         self._thread = 0
-        self.result: Future = threads.apart(self._run, call)
+        self.result: Future = threads.call_in_helper(self._run, call)
         assert wait_until(lambda: is_in(member_discovery.describe, self._thread))
 
     def _run(self, call):
@@ -79,7 +79,7 @@ def test_a_second_thread_that_declares_a_name_waits_for_the_first(actors, fails)
     with pytest.raises(errors.CollectiveTimeoutError) as caught:
         col.declare_collective_group(pair, group_name="g", timeout_s=0.1)
     assert caught.value.group_name == "g"
-    second = threads.apart(declare, pair)
+    second = threads.call_in_helper(declare, pair)
     if fails:
         ray.kill(held.busy)
         with pytest.raises(errors.ActorGoneError):
@@ -116,7 +116,7 @@ def test_threads_derive_one_group_of_the_same_actors(actors):
         for _ in range(5):
             col.broadcast_refs(refs, timeout_s=WAIT_S)
 
-    for one in [threads.apart(call) for _ in range(4)]:
+    for one in [threads.call_in_helper(call) for _ in range(4)]:
         one.result(WAIT_S)
     assert ray.get(trio[0].call.remote(groups_here)) == 1
 
@@ -135,7 +135,7 @@ def test_threads_form_use_and_end_groups_over_shared_actors(actors):
             np.testing.assert_array_equal(col.get(refs), np.full((2, 5), 2))
             group.destroy()
 
-    for one in [threads.apart(live, number) for number in range(4)]:
+    for one in [threads.call_in_helper(live, number) for number in range(4)]:
         one.result(3 * LONG_S)
     assert wait_until(lambda: not any(ray.get([one.call.remote(groups_here) for one in workers])))
 

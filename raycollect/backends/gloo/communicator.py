@@ -7,9 +7,9 @@ the kernels of backend `tcp`.
 
 The library holds the GIL while it blocks and can't be interrupted. So this adapter connects only when all members are
 ready, enters a kernel only after the ranks have agreed, and releases the GIL between chunks, where it also notices an
-abort. Within a chunk each wait for another rank is limited to the rest of the kernel's time, where the library can:
-pygloo 0.2.1 has no working timeout, so gloo's own 30 s apply. A failure leaves the library's context unusable, and the
-group is broken. Extra memory: at most 3 x `CHUNK_NBYTES` per rank (P8).
+abort. Within a chunk each wait for another rank is limited to the rest of the kernel's time; pygloo 0.2.1 has no
+working timeout, so gloo's own 30 s apply. A failure leaves the library's context unusable, and the group broken. Extra
+memory: at most 3 x `CHUNK_NBYTES` per rank (P8).
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from raycollect.core.protocols import Joining, Rendezvous
 from raycollect.errors import BackendUnavailableError, InvalidGroupError, RaycollectError
 from raycollect.errors.text import listed
 
-CHUNK_NBYTES = 4 << 20  # The bytes that one call of the library moves: it holds the GIL that long
-JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report who was missing
+CHUNK_NBYTES = 4 << 20  # The bytes that one call of the library moves while it holds the GIL
+JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report the missing ranks
 LIBRARY = "raycollect.backends.gloo.library"
 _NAME = Codec[str](str, "name of a library")
-# Where gloo reduces as well as numpy. float16 is left out: gloo rounds at each step of the ring (seen at 8 ranks: up to
-# 2.4 units in the last place, 0.5 by a fold in float32) and is slower.
+# The dtypes that gloo reduces as numpy does. float16 is left out: gloo rounds at each step of the ring (seen at 8
+# ranks: up to 2.4 units in the last place, 0.5 by a fold in float32) and is slower.
 _DTYPES = frozenset({"int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float64"})
 
 
@@ -58,7 +58,7 @@ def create(joining: Joining) -> GlooCommunicator:
     Raises:
         InvalidGroupError: Options were given; it takes none.
         BackendUnavailableError: The members have different libraries, or can't connect.
-        CollectiveTimeoutError: A member did not come.
+        CollectiveTimeoutError: A member did not join in time.
     """
     spec = joining.spec
     if spec.options:
@@ -70,7 +70,7 @@ def create(joining: Joining) -> GlooCommunicator:
         _check_libraries(joining, gloo.__name__)
     mesh = connect(joining)
     try:
-        # Connecting holds the GIL until all are there, so it starts when all are: connected by the mesh.
+        # Connecting holds the GIL until all ranks connect, so it starts after the mesh has connected them.
         return GlooCommunicator(GlooLink(gloo, joining) if spec.world_size > 1 else None, joining, mesh)
     except BaseException:
         mesh.close()
@@ -78,12 +78,12 @@ def create(joining: Joining) -> GlooCommunicator:
 
 
 def _check_libraries(joining: Joining, mine: str) -> None:
-    # pygloo and its fork write addresses differently, and crash or hang.
+    # pygloo and its fork encode addresses differently, and crash or hang together.
     spec, rendezvous = joining.spec, joining.rendezvous
     rendezvous.put(f"gloo.library.{joining.rank}", _NAME.encode(mine))
-    found = gathered(_NAME, rendezvous, spec, "gloo.library", range(spec.world_size), JOIN_TIMEOUT_S)
-    if len(set(found.values())) > 1:
-        said = listed((f"rank {rank} has {name}" for rank, name in found.items()), "; ")
+    libraries = gathered(_NAME, rendezvous, spec, "gloo.library", range(spec.world_size), JOIN_TIMEOUT_S)
+    if len(set(libraries.values())) > 1:
+        said = listed((f"rank {rank} has {name}" for rank, name in libraries.items()), "; ")
         detail = f"backend 'gloo': all members need the same library, but {said}. Install the same one for all of them"
         raise BackendUnavailableError(group_name=spec.name, detail=f"{detail}; or use backend='auto', which needs none")
 
@@ -99,7 +99,7 @@ class GlooCommunicator(Meshed):
         self._use = InUse(link, methodcaller("close"), self._group_name)
 
     def end(self, launch: Launch, ok: bool, owed: Sequence[Kernel] = ()) -> tuple[int, ...]:
-        """Leaves the launch. Closes the library's connections if others may be inside it: nothing else wakes them."""
+        """Leaves the launch. Closes the library's connections if others may be inside it, which wakes them."""
         if any(self._is_for_library(launch, kernel) for kernel in owed):
             self._break(f"rank {self.rank} left launch {launch.seq} before it had run its kernels")
         return super().end(launch, ok, owed)
@@ -114,13 +114,13 @@ class GlooCommunicator(Meshed):
         try:
             with translated(kernel.kind, self._group_name, self.rank):
                 self._use.call(run, launch, kernel)
-        except BaseException as exc:  # noqa: BLE001 - it is raised, or what it means
+        except BaseException as exc:  # noqa: BLE001 - raised again, or translated
             # A failed kernel leaves the library's context unusable.
             self._break(f"{kernel.kind.value} of launch {launch.seq} failed in mid-kernel: {exc}")
             raise self._failed(exc, launch, kernel) from exc.__cause__
 
     def _reduce(self, link: GlooLink, launch: Launch, kernel: Kernel) -> None:
-        # ALLREDUCE, or REDUCE to `kernel.peer`; elsewhere the library writes to memory of its own
+        # ALLREDUCE, or REDUCE to `kernel.peer`; on other ranks the library writes to its own memory
         op, root = reduce_op(kernel), kernel.peer if kernel.kind is OpKind.REDUCE else None
         src, dst = reduction(kernel) if root in (None, self.rank) else (Flat(kernel.src), None)
         for lo, hi in self._chunks(link, launch, src):
@@ -140,7 +140,7 @@ class GlooCommunicator(Meshed):
                 dst.commit(lo, hi, buffer) if src is None else dst.write(lo, hi, buffer)
 
     def _chunks(self, link: GlooLink, launch: Launch, row: Flat) -> Iterator[tuple[int, int]]:
-        # Before each chunk: raises if the launch was aborted or is late; the library gets the time that is left.
+        # Before each chunk: raises if the launch was aborted or is late; limits the library to the remaining time.
         until_s = time.monotonic() + launch.timeout_s
         for lo, hi in chunks(row.size, CHUNK_NBYTES // row.dtype.itemsize):
             self._check_aborted(launch)
@@ -151,7 +151,7 @@ class GlooCommunicator(Meshed):
             yield lo, hi
 
     def _break(self, reason: str) -> None:
-        # So that nobody waits for this rank inside the library.
+        # Wakes ranks that wait for this one inside the library.
         self._broken = self._broken or reason
         self._use.close()
 
@@ -168,7 +168,7 @@ class GlooLink:
         try:
             self._context = gloo.rendezvous.Context(rank, spec.world_size)
             self.limit(JOIN_TIMEOUT_S)
-            store = _Store(joining.rendezvous)
+            store = _GlooStore(joining.rendezvous)
             theirs = gloo.rendezvous.CustomStore(store)
             device = gloo.transport.tcp.CreateDevice(gloo.transport.tcp.attr(host))
             self._context.connectFullMesh(theirs, device)
@@ -177,10 +177,10 @@ class GlooLink:
         except Exception as exc:
             detail = f"backend 'gloo': rank {rank} can't connect to the others from {host}: {exc}"
             raise BackendUnavailableError(group_name=spec.name, detail=detail) from exc
-        self._held = store, theirs, device  # the context needs them and does not hold them
+        self._held = store, theirs, device  # the context needs these objects, but does not hold them
 
     def limit(self, timeout_s: float) -> None:
-        """Limits each wait for another rank from now on, where the library can."""
+        """Limits later waits for other ranks, if the library can."""
         with suppress(TypeError):  # pygloo 0.2.1 has the method, but not the conversion of its argument
             self._context.setTimeout(timedelta(seconds=timeout_s))
 
@@ -205,7 +205,7 @@ class GlooLink:
         self._context.closeConnections()
 
 
-class _Store:
+class _GlooStore:
     """The rendezvous as gloo's store. Each key is set by one rank and read by the others.
 
     pygloo calls `set` and `get`, xoscar `set_tcp` and `get_tcp`; both call `wait` with a list of keys before `get`.

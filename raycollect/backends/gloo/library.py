@@ -1,7 +1,7 @@
-"""Loads the library of backend `gloo`: pygloo or, where it is not installed, the fork of it that xoscar ships.
+"""Loads the library of backend `gloo`: pygloo or, if that is not installed, the fork that xoscar ships.
 
 Importing this module imports the library, as `gloo`. xoscar's fork is one extension, which is loaded without its
-package: importing the package takes 0.4 s, brings pandas along, and makes all exceptions that the process pickles carry
+package: importing the package takes 0.4 s, imports pandas, and makes all exceptions that the process pickles carry
 their tracebacks. A later import of xoscar finds the same extension.
 """
 
@@ -20,11 +20,11 @@ def _load() -> Any:
     except (ImportError, OSError) as exc:  # OSError: a shared object under it is missing
         package = find_spec("xoscar")
         folders = package.submodule_search_locations or () if package else ()
-        found = PathFinder.find_spec(_FORK, [f"{folder}/collective" for folder in folders])
-        if found is None or found.loader is None:
+        spec = PathFinder.find_spec(_FORK, [f"{folder}/collective" for folder in folders])
+        if spec is None or spec.loader is None:
             raise ImportError(f"pygloo: {exc}; {_FORK}: not installed") from exc
-        fork = module_from_spec(found)
-        found.loader.exec_module(fork)
+        fork = module_from_spec(spec)
+        spec.loader.exec_module(fork)
         return fork
     return pygloo
 

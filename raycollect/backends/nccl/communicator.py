@@ -8,15 +8,15 @@ by cupy, `FOLD_NBYTES` of all ranks together at a time (P8). NCCL's own reductio
 same on all ranks, but not those of the left fold (P7). Arrays with gaps are copied.
 
 Order. The ranks agree over the exchange before each launch, so that no kernel waits on a GPU for an absent rank. The
-kernels run on a stream of the group (`streams`), after all that the caller has enqueued. `launch` returns when they
-have ended, so whatever the caller enqueues next comes after them. It queries the event after them, not the device:
-other streams go on, and a call with `async_op` overlaps with the caller's own kernels.
+kernels run on a stream of the group (`streams`), after the caller's enqueued work. `launch` returns when they have
+ended, so the caller's later work follows them. It queries the event after them, not the device: other streams continue,
+and a call with `async_op` overlaps with the caller's own kernels.
 
 Failure. Waiting notices the launch's deadline, an abort, and asynchronous errors of NCCL. Any of these aborts NCCL's
 communicator (`ncclCommAbort`), whose kernels then end on the GPU; the group is broken. An NCCL call that blocks while
 it enqueues (NCCL connects to ranks on first use) is ended from another thread in the same way: by the thread that
-aborts, or by the guard, if the call lasts longer than its launch may. A group that is whole when it is closed is
-destroyed (`ncclCommDestroy`) and not aborted: NCCL may still be sending what its kernels have handed to it.
+aborts, or by the guard, if the call exceeds its launch's limit. An unbroken group is destroyed (`ncclCommDestroy`) on
+close, not aborted: NCCL may still be sending data of its kernels.
 
 Repetition. Repeated kernels, as in a captured step, run as CUDA graphs where all ranks can (`graphs`).
 """
@@ -35,7 +35,7 @@ from typing import Any
 
 from raycollect.backends.kernels import late
 from raycollect.backends.nccl.graphs import PLAIN, GraphCounts, Replays, Way, is_same, parted, way_of
-from raycollect.backends.nccl.group import HINT, Joined, join, said
+from raycollect.backends.nccl.group import HINT, NcclEndpoint, join, said
 from raycollect.backends.nccl.ipc_group import IpcCommunicator, share
 from raycollect.backends.nccl.on_gpu import OnGpu
 from raycollect.backends.nccl.ops import folds, reduction_of
@@ -47,12 +47,12 @@ from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Joining
 from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, KernelError, RaycollectError
 
-JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report who was missing
+JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report the missing ranks
 LOOK_S = 0.01  # How often a wait asks NCCL for errors
 FLOAT8_FROM = 90  # The first compute capability on which NCCL reduces 8-bit floats
-_ABORT_S = 1.0  # How long to wait until NCCL has ended a communicator; it goes on aside
+_ABORT_S = 1.0  # How long to wait until NCCL has ended a communicator; a helper thread continues
 _DRAIN_S = 5.0  # How long kernels may take to end on the GPU after their communicator was aborted
-ENTER_S = 0.1  # How long a rank may go on enqueueing after an abort before its communicator is aborted under it
+ENTER_S = 0.1  # How long a rank may keep enqueueing after an abort before its communicator is aborted under it
 GUARD_S = 0.25  # How often the guard checks for ranks that block while they enqueue
 
 _log = logging.getLogger("raycollect")
@@ -69,23 +69,23 @@ def create(joining: Joining) -> NcclCommunicator | IpcCommunicator:
     Raises:
         InvalidGroupError: The options don't fit.
         BackendUnavailableError: There is no GPU, or NCCL can't connect these members.
-        CollectiveTimeoutError: A member did not come.
+        CollectiveTimeoutError: A member did not join in time.
         KernelError: NCCL can't connect to a member.
     """
     spec = joining.spec
     joined = join(spec, joining.rank, joining.rendezvous, host=joining.host, timeout_s=JOIN_TIMEOUT_S)
     if joined.shared:
         return share(joining, device=joined.device)
-    made = NcclCommunicator(joined, joining)
+    communicator = NcclCommunicator(joined, joining)
     first = Launch(seq=0, ranks=tuple(range(spec.world_size)), timeout_s=JOIN_TIMEOUT_S)
-    made.launch(first, (Kernel(kind=OpKind.BARRIER),))  # NCCL connects at its first operation
-    return made
+    communicator.launch(first, (Kernel(kind=OpKind.BARRIER),))  # NCCL connects at its first operation
+    return communicator
 
 
 class NcclCommunicator(OnGpu):
-    """One rank's membership. An abort also wakes a rank inside a kernel; the group is broken then."""
+    """One rank's membership. An abort also wakes a rank inside a kernel, and breaks the group."""
 
-    def __init__(self, joined: Joined, joining: Joining) -> None:
+    def __init__(self, joined: NcclEndpoint, joining: Joining) -> None:
         super().__init__(joining, joined.device)
         self._nccl = joined.communicator
         self._version = joined.version
@@ -93,14 +93,14 @@ class NcclCommunicator(OnGpu):
         self._device = joined.device
         self._stream = GroupStream(joined.device)
         self._replays = Replays(records=joined.records)
-        self._next: tuple[Kernel, Way] | None = None  # the kernel that is run again, and how all ranks run it
-        self._to_record: tuple[Kernel, Kernel] | None = None  # as it came, and as it runs, when it has ended
-        self._kept: Any = None  # the memory that the kernels under way use
+        self._next: tuple[Kernel, Way] | None = None  # the repeated kernel, and how all ranks run it
+        self._to_record: tuple[Kernel, Kernel] | None = None  # the agreed and the launched kernel, to record at the end
+        self._workspace: Any = None  # memory that running kernels use
         self._entering = 0  # the launch whose kernels are being enqueued, which may block
-        self._until_s = math.inf  # until when it may
+        self._until_s = math.inf  # the time limit of that
         self._lock = threading.Lock()
         self._is_over = self._is_late = False
-        self._is_in_step = True  # whether the last launch went well
+        self._is_in_step = True  # whether the last launch succeeded
         self._is_bereft = False  # whether the process of a rank has ended
         _guard.add(self)
 
@@ -114,21 +114,21 @@ class NcclCommunicator(OnGpu):
     ) -> Sequence[bytes]:
         """Exchanges arrivals among `launch.ranks` over the exchange, so that no GPU waits for an absent rank.
 
-        Ranks that bring a kernel of an earlier run also agree how to run it.
+        Ranks that repeat a kernel of an earlier run also agree on how to run it.
         """
         self._next, word = None, PLAIN
         if kernel is not None and expected is not None:
             self._check_going(launch)
             self._check_kernel(launch, kernel)
             word = self._replays.word(kernel, expected)
-        told = [parted(bytes(one)) for one in super().agree(launch, arrival + word.pack(), kernel)]
-        brought = [one for one, _ in told]
+        replies = [parted(bytes(reply)) for reply in super().agree(launch, arrival + word.pack(), kernel)]
+        brought = [blob for blob, _ in replies]
         if expected is None or brought != list(expected):
             return brought
         if kernel is not None:
-            words = [one for _, one in told]
+            words = [rank_word for _, rank_word in replies]
             way = way_of(words)
-            if way is Way.PLAIN and all(one.expected == word.expected for one in words):
+            if way is Way.PLAIN and all(other.expected == word.expected for other in words):
                 self._replays.forget(kernel)  # another rank that expected the same has no graph
             self._next = kernel, way
         return expected
@@ -139,7 +139,7 @@ class NcclCommunicator(OnGpu):
         self.finish(launch, kernels[0])
 
     def enqueue(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
-        """Begins what `finish` waits for."""
+        """Enqueues kernels; `finish` waits for them."""
         agreed, self._next, self._to_record = self._next, None, None
         kernel = kernels[0]
         if agreed is None or len(kernels) > 1 or not is_same(agreed[0], kernel):
@@ -169,12 +169,12 @@ class NcclCommunicator(OnGpu):
                 if now_s - began_s > launch.timeout_s:
                     raise self._late(launch, "end on the GPU")
                 pause(now_s - began_s)
-            self._check_going(launch)  # the kernels of an aborted communicator end as well
+            self._check_going(launch)  # the kernels of an aborted communicator end, too
             self._ask()
-        self._kept = None
+        self._workspace = None
         if self._to_record is not None and self._to_record[1] is kernel:
-            (came, _), self._to_record = self._to_record, None
-            self._record(launch, kernel, came)
+            (agreed, _), self._to_record = self._to_record, None
+            self._record(launch, kernel, agreed)
 
     def end(self, launch: Launch, ok: bool, owed: Sequence[Kernel] = ()) -> tuple[int, ...]:
         """Leaves the launch."""
@@ -185,61 +185,63 @@ class NcclCommunicator(OnGpu):
         """Wakes this rank, wherever it waits."""
         self._is_bereft = self._is_bereft or not seq
         super().abort(seq)
-        if self._entering == seq:  # it can't look; most such calls return at once, and need the communicator until then
+        if self._entering == seq:  # the call can't check for aborts; most return at once, and need the communicator
             timers.soon_or_now(ENTER_S, partial(self._wake, seq))
 
     def close(self) -> None:
         """Ends NCCL's communicator; running kernels are aborted."""
         is_whole, self._broken = not self._broken, self._broken or "the communicator was closed"
-        # In this order: a launch either sees `_broken`, or is seen here, first as entering and then by what it keeps
-        is_idle = not self._entering and self._kept is None
+        # In this order: a launch either sees `_broken`, or is seen here, first as entering and then by its workspace
+        is_idle = not self._entering and self._workspace is None
         self._end(is_quiet=is_whole and is_idle and self._is_in_step and not self._is_bereft)
 
-    def _start(self, launch: Launch, kernels: Sequence[Kernel], came: Kernel | None = None) -> None:
+    def _start(self, launch: Launch, kernels: Sequence[Kernel], agreed: Kernel | None = None) -> None:
         self._check_going(launch)
         for kernel in kernels:
             self._check_kernel(launch, kernel)
         with self._failing(kernels[0], launch), self._watched(launch), self._stream.entered():
-            found = [self._written(kernel, came) for kernel in kernels]
-            self._kept = found
-            if all(len(scripts) == 1 for scripts in found):
-                enqueue([script for (script,) in found])
+            scripts_by_kernel = [self._written(kernel, agreed) for kernel in kernels]
+            self._workspace = scripts_by_kernel
+            if all(len(scripts) == 1 for scripts in scripts_by_kernel):
+                enqueue([script for (script,) in scripts_by_kernel])
             else:
-                for script in (script for scripts in found for script in scripts):
+                for script in (script for scripts in scripts_by_kernel for script in scripts):
                     enqueue((script,))
 
-    def _start_graph(self, launch: Launch, kernel: Kernel, came: Kernel) -> None:
+    def _start_graph(self, launch: Launch, kernel: Kernel, agreed: Kernel) -> None:
         self._check_going(launch)
         with self._failing(kernel, launch), self._watched(launch), self._stream.entered():
-            self._kept = came  # not the graph, which must be freed before the communicator ends
-            self._replays.launch(came, self._stream.stream)
+            self._workspace = agreed  # not the graph, which must be freed before the communicator ends
+            self._replays.launch(agreed, self._stream.stream)
 
-    def _record(self, launch: Launch, kernel: Kernel, came: Kernel) -> None:
-        # Where the capture fails, the kernel stays plain.
+    def _record(self, launch: Launch, kernel: Kernel, agreed: Kernel) -> None:
+        # If the capture fails, the kernel stays plain.
 
         def calls(stream: int) -> None:
             enqueue(write(kernel, self._nccl, self.rank, self.world_size, self._version, stream))
 
         with self._failing(kernel, launch):
             with self._watched(launch):
-                error = self._replays.record(came, launch.seq, lambda: captured(self._device, calls))
+                error = self._replays.record(agreed, launch.seq, lambda: captured(self._device, calls))
             if error is None:
                 _log.debug("%s of group %r is a CUDA graph from now on", kernel.kind.value, self._group_name)
                 return
             self._check_going(launch)
-            if self._is_over:  # by the guard: it has lasted too long
+            if self._is_over:  # by the guard, after the time limit
                 try:
                     raise error
                 finally:
                     del error  # its frames hold the communicator
             self._ask()
-        _log.warning("%s of group %r is no CUDA graph: %s", kernel.kind.value, self._group_name, said(error))
+        _log.warning(
+            "%s of group %r could not become a CUDA graph: %s", kernel.kind.value, self._group_name, said(error)
+        )
 
-    def _written(self, kernel: Kernel, came: Kernel | None) -> list[Script]:
-        def made() -> list[Script]:
+    def _written(self, kernel: Kernel, agreed: Kernel | None) -> list[Script]:
+        def make_scripts() -> list[Script]:
             return write(kernel, self._nccl, self.rank, self.world_size, self._version, self._stream.pointer)
 
-        return made() if came is None else self._replays.scripts(came, made)
+        return make_scripts() if agreed is None else self._replays.scripts(agreed, make_scripts)
 
     @contextmanager
     def _watched(self, launch: Launch) -> Iterator[None]:
@@ -253,14 +255,14 @@ class NcclCommunicator(OnGpu):
             self._entering, self._until_s = 0, math.inf
 
     def _look(self) -> bool:
-        # Aborts NCCL's communicator if a call blocks for too long; False: there is nothing left to guard.
+        # Aborts NCCL's communicator if a call blocks for too long; False if the communicator has ended.
         if time.monotonic() > self._until_s and not self._is_late:
             self._is_late = True
             self._end_aside()
         return not self._is_over
 
     def _ask(self) -> None:
-        with self._lock:  # ending it frees it
+        with self._lock:  # ending the communicator frees it
             if not self._is_over:
                 self._nccl.check_async_error()
 
@@ -269,17 +271,17 @@ class NcclCommunicator(OnGpu):
             self._end_aside()
 
     def _end_aside(self) -> None:
-        threads.apart(threads.survives, self._end)
+        threads.call_in_helper(threads.survives, self._end)
 
     def _end(self, *, is_quiet: bool = False) -> None:
-        # Where it `is_quiet`, NCCL may still be sending what this rank has given: an abort would drop that.
+        # If `is_quiet`, NCCL may still be sending data of this rank, which an abort would drop.
         with self._lock:
             is_over, self._is_over = self._is_over, True
         threads.survives(self._replays.drop)
         if is_over:
             return
-        # Aside, and not under the lock: NCCL waits for all that is before its kernels on their stream, and for graphs;
-        # where it is destroyed, for the other ranks of the host too
+        # In a helper thread, and not under the lock: NCCL waits for the work before its kernels on their stream, and
+        # for graphs; a destroyed communicator also waits for the other ranks of the host
         threads.bounded(self._nccl.destroy if is_quiet else self._nccl.abort, _ABORT_S)
 
     def _late(self, launch: Launch, what: str) -> CollectiveTimeoutError:
@@ -297,7 +299,7 @@ class NcclCommunicator(OnGpu):
             self._broken = closed or f"{kind} of launch {launch.seq} failed in mid-kernel: {why}"
             self._end()
             self._drain()
-            self._check_aborted(launch)  # the cause, where the failure is its echo
+            self._check_aborted(launch)  # the cause, if the failure is its consequence
             if isinstance(exc, RaycollectError) or not isinstance(exc, Exception):
                 raise
             if closed:
@@ -308,10 +310,10 @@ class NcclCommunicator(OnGpu):
 
     def _drain(self) -> None:
         # Waits, with a limit, until the GPU no longer uses the arrays.
-        with suppress(Exception):  # a device that has failed writes no more
+        with suppress(Exception):  # a failed device no longer writes
             if not has_drained(self._stream.has_ended, _DRAIN_S):
-                return  # and keeps its memory
-        self._kept = None
+                return  # and hold the memory
+        self._workspace = None
 
     def _other_than(self, op: ReduceOp, dtype: str) -> str:
         is_reduced = reduction_of(op, dtype, self._version) is not None
@@ -323,7 +325,7 @@ class NcclCommunicator(OnGpu):
 
 
 class _Guard(timers.Watcher):
-    """Watches ranks that may block in an NCCL call, as long as there are communicators."""
+    """Watches ranks that may block in an NCCL call, as long as communicators exist."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -337,13 +339,13 @@ class _Guard(timers.Watcher):
 
     def look(self) -> float:
         with self._lock:
-            for one in list(self._there):
-                threads.survives(self._look_at, one)
+            for communicator in list(self._there):
+                threads.survives(self._look_at, communicator)
             return GUARD_S if self._there else math.inf
 
-    def _look_at(self, one: NcclCommunicator) -> None:
-        if not one._look():
-            self._there.discard(one)
+    def _look_at(self, communicator: NcclCommunicator) -> None:
+        if not communicator._look():
+            self._there.discard(communicator)
 
 
 _guard = _Guard()

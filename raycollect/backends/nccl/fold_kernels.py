@@ -1,16 +1,16 @@
 """The source of the kernels that fold the elements of several ranks on a GPU, in CUDA C++ without a header.
 
-cupy compiles everything with ``-ftz=true``, behind the options that it is given: plain float32 arithmetic would take
-subnormal numbers for zeros, which no other backend does (P7). So such operations are written in PTX, which no option
-changes. Those of float64 are intrinsics, so that the compiler fuses none.
+cupy appends ``-ftz=true`` to its compiler options: plain float32 arithmetic would flush subnormal numbers to zero,
+unlike other backends (P7). So float32 operations are written in PTX, which no option changes. Those of float64 are
+intrinsics, so that the compiler fuses none.
 
 A module has all kernels for one element type and one number of ranks: with headers, each would take a second to
-compile. Elements are loaded and stored as whole numbers where C++ has no type for them. Narrow floats are folded in
+compile. Elements without a C++ type are loaded and stored as integers. Narrow floats are folded in
 float32 and rounded once, so the bits are those of `folds.fold`. Floats of 8 bits use tables, which `ml_dtypes` fills.
 Rounding to such a float uses the upper half of a float32 with its last bit set if the lower half is not zero ("round to
 odd"): this keeps all information that matters for a result that is shorter by at least two bits.
 
-The statements use only what C++ and Python have in common, one a line, so that a fake of cupy can run them unchanged.
+The statements, one a line, use the common subset of C++ and Python, so that a fake of cupy can run them unchanged.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _OF_FLOATS = {
     ReduceOp.MIN: "lesser({}, {})",
     ReduceOp.MAX: "greater({}, {})",
 }
-# Reduce op -> how two whole numbers become one; without a sign, since a sum that overflows wraps around only then
+# Reduce op -> the combination of two integers; unsigned, since only unsigned sums wrap around
 _OF_BITS = {
     ReduceOp.SUM: "({} + {})",
     ReduceOp.PRODUCT: "({} * {})",
@@ -109,7 +109,7 @@ _LOOP = (
 
 
 class _Form(NamedTuple):
-    """How some reduce ops fold elements of a type."""
+    """The code by which some reduce ops fold elements of a type."""
 
     stored: str  # C++'s type of an element in memory
     wide: str  # that of the fold
@@ -121,7 +121,7 @@ class _Form(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Which part of a fold a kernel does."""
+    """The part of a fold that a kernel does."""
 
     reads: int  # from how many ranks
     writes: int  # how many targets it writes; 0: more ranks follow, and it writes one row of the wide type
@@ -165,7 +165,7 @@ def complex_product(a: Any, b: Any, out: Any) -> None:
     """Enqueues the product of two cupy arrays of complex numbers, [n], contiguous; `out` may be one of them."""
     if out.size:
         name = name_of(ReduceOp.PRODUCT, _PAIR)
-        launch(np.dtype(out.dtype), 2, name, [int(one.data.ptr) for one in (a, b, out)], out.size)
+        launch(np.dtype(out.dtype), 2, name, [int(array.data.ptr) for array in (a, b, out)], out.size)
 
 
 @lru_cache(maxsize=1024)
@@ -175,7 +175,7 @@ def _kernel_named(dtype: np.dtype[Any], world: int, name: str) -> Any:
 
 @lru_cache(maxsize=64)
 def _module(dtype: np.dtype[Any], world: int) -> Any:
-    return import_module("cupy").RawModule(code=source_of(dtype, world))  # cupy keeps what it has compiled on the disk
+    return import_module("cupy").RawModule(code=source_of(dtype, world))  # cupy caches compiled code on disk
 
 
 @lru_cache(maxsize=64)

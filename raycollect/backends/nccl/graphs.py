@@ -1,23 +1,23 @@
-"""Repeated kernels of `nccl`: what is kept of them, and when they run as CUDA graphs.
+"""Repeated kernels of `nccl`: their cached scripts, and when they run as CUDA graphs.
 
 Theory. A captured step uses the same `Kernel` objects in each run, and so does a call that is repeated with the same
-refs. A kernel enqueues the same work each time, so its script is kept, and after two runs it is captured in a CUDA
-graph: from then on a run is one driver call.
+refs. A kernel enqueues the same work each time, so its script is cached, and after two runs it is captured in a CUDA
+graph. Later runs are one driver call each.
 NCCL requires that all ranks launch the graphs of one capture, or none does. So each rank sends a `Word` with its
-arrival, and `way_of` derives the same decision from all words everywhere:
+arrival, and `way_of` derives the same decision from all words on every rank:
 
-1. Some rank has no script yet, can't capture its kernel, has failed to, or runs another one than before: plain.
-2. All could capture it: plain, and each captures it at the end. That launches nothing, so that a rank that fails does
-   not affect the others; its next word tells.
+1. Some rank has no script yet, can't capture its kernel, failed to capture it, or runs a different kernel: plain.
+2. All could capture it: plain, and each captures it at the end. A capture launches nothing, so a failure does not
+   affect the other ranks; the next word reports it.
 3. All have the graph of the same capture: the graph.
 
-What may be captured. Only NCCL's own work on the kernel's memory: a script without temporary memory, of a kind in
+Limits. Only NCCL's own work on the kernel's memory is captured: a script without temporary memory, of a kind in
 `RECORDED`. Folds by cupy, tensors with gaps and pieces that are not consecutive use memory that is allocated for a run,
 and are plain. NCCL has run the kernel before, so it need not connect to ranks during the capture.
 
-Lifetime. NCCL does not end a communicator before the last graph with its kernels is gone. So only `Replays` holds
-graphs, and whoever ends the communicator drops them first. A graph and its script live as long as their kernel, whose
-arrays are the memory that they refer to.
+Lifetime. NCCL does not end a communicator before the last graph with its kernels is freed. So only `Replays` holds
+graphs, and they are dropped before the communicator ends. A graph and its script live as long as their kernel, to whose
+arrays they refer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from raycollect.backends.nccl.scripts import Script
 from raycollect.core.model import Kernel, OpKind
 
 GRAPHS = 64  # The most graphs that a communicator keeps; NCCL holds GPU memory for each
-RECORDED = frozenset(OpKind) - {OpKind.BARRIER}  # The kinds that may become graphs; a barrier reduces a byte of its own
+RECORDED = frozenset(OpKind) - {OpKind.BARRIER}  # The kinds that may become graphs; a barrier reduces a temporary byte
 _NAME = "nccl.again"
 _FORMAT = struct.Struct("<BIQ")
 _NOT, _COULD, _HAS = range(3)
@@ -54,9 +54,9 @@ class Way(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Word:
-    """What a rank says of its kernel in the agreement."""
+    """A rank's state of its kernel in the agreement."""
 
-    state: int = _NOT  # 0: it runs plain; 1: it could be captured; 2: there is a graph
+    state: int = _NOT  # 0: it runs plain; 1: it can be captured; 2: it has a graph
     expected: int = 0  # a checksum of the expected arrivals: ranks with different expectations take different paths
     recorded: int = 0  # the launch in which the graph was captured
 
@@ -65,7 +65,7 @@ class Word:
         return _FORMAT.pack(self.state, self.expected, self.recorded)
 
 
-PLAIN = Word()  # The word of a rank that does not bring a kernel of an earlier run
+PLAIN = Word()  # The word of a rank that does not repeat a kernel
 
 
 def parted(brought: bytes) -> tuple[bytes, Word]:
@@ -76,40 +76,40 @@ def parted(brought: bytes) -> tuple[bytes, Word]:
 
 
 def way_of(words: Sequence[Word]) -> Way:
-    """Returns what all ranks do, given the words of all."""
+    """Returns the decision of all ranks, given the words of all."""
     if any(word.state == _NOT for word in words) or len({word.expected for word in words}) > 1:
         return Way.PLAIN
     same = all(word.state == _HAS for word in words) and len({word.recorded for word in words}) == 1
     return Way.GRAPH if same else Way.RECORD
 
 
-def is_same(came: Kernel, kernel: Kernel) -> bool:
-    """Tells whether a kernel is the one of the agreement, except for what was learned in the agreement."""
-    if came is kernel:
+def is_same(agreed: Kernel, kernel: Kernel) -> bool:
+    """Tells whether a kernel is the one of the agreement, except for values that the agreement has set."""
+    if agreed is kernel:
         return True
-    alike = (came.kind, came.op, came.peer) == (kernel.kind, kernel.op, kernel.peer)
-    return alike and _is_same_side(came.src, kernel.src) and _is_same_side(came.dst, kernel.dst)
+    alike = (agreed.kind, agreed.op, agreed.peer) == (kernel.kind, kernel.op, kernel.peer)
+    return alike and _is_same_side(agreed.src, kernel.src) and _is_same_side(agreed.dst, kernel.dst)
 
 
-def _is_same_side(one: Any, other: Any) -> bool:
-    if type(one) is not tuple or type(other) is not tuple:
-        return one is other
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+def _is_same_side(side: Any, other: Any) -> bool:
+    if type(side) is not tuple or type(other) is not tuple:
+        return side is other
+    return len(side) == len(other) and all(a is b for a, b in zip(side, other, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphCounts:
     """Statistics of repeated kernels."""
 
-    kept: int = 0  # current graphs
+    current: int = 0  # graphs that can be launched
     recorded: int = 0  # captures
     launched: int = 0  # launches of graphs
     failed: int = 0  # failed captures
 
 
 @dataclass(slots=True, eq=False)
-class _Kept:
-    """What is kept of one kernel."""
+class _CachedKernel:
+    """The cached script and graph of one kernel."""
 
     scripts: list[Script] | None = None
     graph: Any = None
@@ -120,105 +120,105 @@ class _Kept:
 
 
 class Replays:
-    """What one communicator keeps of repeated kernels; used by one thread at a time, `drop` by any."""
+    """One communicator's cache of repeated kernels; used by one thread at a time, `drop` by any."""
 
     def __init__(self, *, records: bool) -> None:
         self._records = records
         self._lock = threading.Lock()  # guards what follows
-        self._kept: weakref.WeakKeyDictionary[Tie, _Kept] = weakref.WeakKeyDictionary()
-        self._recorded: weakref.WeakSet[Tie] = weakref.WeakSet()  # of those that have a graph
+        self._cache: weakref.WeakKeyDictionary[Tie, _CachedKernel] = weakref.WeakKeyDictionary()
+        self._recorded: weakref.WeakSet[Tie] = weakref.WeakSet()  # kernels with a graph
         self._is_over = False
         self._counts: Counter[str] = Counter()
 
     def word(self, kernel: Kernel, expected: Sequence[bytes]) -> Word:
-        """Returns the word for a kernel that is run again; from now on its script is kept."""
-        kept = self._of(kernel)
-        if kept is None:
-            tie, kept = Tie(), _Kept()
+        """Returns the word for a repeated kernel, and begins to cache its script."""
+        cached = self._of(kernel)
+        if cached is None:
+            tie, cached = Tie(), _CachedKernel()
             with self._lock:
-                self._kept[tie] = kept
+                self._cache[tie] = cached
             kernel.memo[_NAME] = tie
-        if kept.expected is not expected:
-            kept.expected, kept.checksum = expected, _checksum(expected)
-        if kept.graph is not None:
-            return Word(state=_HAS, expected=kept.checksum, recorded=kept.recorded)
-        state = _COULD if kept.scripts is not None and self._may(kernel, kept) else _NOT
-        return Word(state=state, expected=kept.checksum)
+        if cached.expected is not expected:
+            cached.expected, cached.checksum = expected, _checksum(expected)
+        if cached.graph is not None:
+            return Word(state=_HAS, expected=cached.checksum, recorded=cached.recorded)
+        state = _COULD if cached.scripts is not None and self._may(kernel, cached) else _NOT
+        return Word(state=state, expected=cached.checksum)
 
     def scripts(self, kernel: Kernel, make: Callable[[], list[Script]]) -> list[Script]:
-        """Returns the scripts of a kernel; keeps them if they use no temporary memory."""
-        kept = self._of(kernel)
-        if kept is None:
+        """Returns the scripts of a kernel; caches them if they use no temporary memory."""
+        cached = self._of(kernel)
+        if cached is None:
             return make()
-        if kept.scripts is None:
-            made = make()
-            if len(made) != 1 or not made[0].is_bare:
-                return made
-            kept.scripts = made
-        return kept.scripts
+        if cached.scripts is None:
+            scripts = make()
+            if len(scripts) != 1 or not scripts[0].is_bare:
+                return scripts
+            cached.scripts = scripts
+        return cached.scripts
 
     def launch(self, kernel: Kernel, stream: Any) -> None:
         """Enqueues the graph of a kernel."""
-        kept = self._of(kernel)
+        cached = self._of(kernel)
         try:
-            kept.graph.launch(stream)  # type: ignore[union-attr]  # all ranks have one, as the words say
+            cached.graph.launch(stream)  # type: ignore[union-attr]  # all words say that there is a graph
         except BaseException as exc:
-            traceback.clear_frames(exc.__traceback__)  # they may have the graph
+            traceback.clear_frames(exc.__traceback__)  # they may hold the graph
             raise
         self._counts["launched"] += 1
 
     def record(self, kernel: Kernel, seq: int, capture: Callable[[], Any]) -> Exception | None:
-        """Captures the graph of a kernel that ran in launch `seq`; returns the error if there is none."""
-        kept = self._of(kernel)
-        if kept is None:
+        """Captures the graph of a kernel that ran in launch `seq`; returns the error if that fails."""
+        cached = self._of(kernel)
+        if cached is None:
             return None
-        self._let_go(kernel, kept)
+        self._let_go(kernel, cached)
         try:
-            made = capture()
-        except Exception as exc:  # noqa: BLE001 - the driver's, NCCL's or cupy's own; the kernel goes on without
+            graph = capture()
+        except Exception as exc:  # noqa: BLE001 - the driver's, NCCL's or cupy's; the kernel stays plain
             traceback.clear_frames(exc.__traceback__)
-            kept.may = False
+            cached.may = False
             self._counts["failed"] += 1
             return exc
         self._counts["recorded"] += 1
         with self._lock:
             if not self._is_over:
-                kept.graph, kept.recorded = made, seq
+                cached.graph, cached.recorded = graph, seq
                 self._recorded.add(kernel.memo[_NAME])
         return None
 
     def forget(self, kernel: Kernel) -> None:
-        """Drops the graph of a kernel, which others can't launch; it may be captured again."""
-        kept = self._of(kernel)
-        if kept is not None:
-            self._let_go(kernel, kept)
+        """Drops the graph of a kernel that other ranks can't launch; it may be captured again."""
+        cached = self._of(kernel)
+        if cached is not None:
+            self._let_go(kernel, cached)
 
     def drop(self) -> None:
         """Drops all graphs, also those being captured."""
         with self._lock:
             self._is_over = True
-            kept = list(self._kept.values())
+            entries = list(self._cache.values())
             self._recorded.clear()
-        for one in kept:
-            one.graph = one.scripts = None
+        for entry in entries:
+            entry.graph = entry.scripts = None
 
     @property
     def counts(self) -> GraphCounts:
-        """What has become of kernels so far."""
-        return GraphCounts(kept=len(self._recorded), **self._counts)
+        """Statistics of repeated kernels so far."""
+        return GraphCounts(current=len(self._recorded), **self._counts)
 
-    def _of(self, kernel: Kernel) -> _Kept | None:
+    def _of(self, kernel: Kernel) -> _CachedKernel | None:
         tie = kernel.memo.get(_NAME)
-        return None if tie is None else self._kept.get(tie)
+        return None if tie is None else self._cache.get(tie)
 
-    def _may(self, kernel: Kernel, kept: _Kept) -> bool:
-        return self._records and kept.may and kernel.kind in RECORDED and len(self._recorded) < GRAPHS
+    def _may(self, kernel: Kernel, cached: _CachedKernel) -> bool:
+        return self._records and cached.may and kernel.kind in RECORDED and len(self._recorded) < GRAPHS
 
-    def _let_go(self, kernel: Kernel, kept: _Kept) -> None:
-        kept.graph = None
+    def _let_go(self, kernel: Kernel, cached: _CachedKernel) -> None:
+        cached.graph = None
         with self._lock:
             self._recorded.discard(kernel.memo[_NAME])
 
 
 def _checksum(blobs: Sequence[bytes]) -> int:
-    return zlib.crc32(b"".join([len(one).to_bytes(8, "little") + one for one in blobs]))
+    return zlib.crc32(b"".join([len(blob).to_bytes(8, "little") + blob for blob in blobs]))

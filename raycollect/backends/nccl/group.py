@@ -24,9 +24,9 @@ from raycollect.errors.text import listed
 HINT = "NCCL_DEBUG=INFO in the environment of the actors makes NCCL tell more"
 # The first NCCL and CUDA with which NCCL kernels can be captured in CUDA graphs
 GRAPHS_FROM, _CUDA_GRAPHS_FROM = 20900, 11030
-# Status -> its meaning, where not every cupy has a text for it
+# Status -> its meaning, if some cupy versions have no text for it
 _STATUSES = {
-    6: "a remote rank has failed or is gone",
+    6: "a remote rank has failed or exited",
     7: "an operation is still in progress",
     8: "an operation exceeded a limit of NCCL",
 }
@@ -38,19 +38,19 @@ _log = logging.getLogger("raycollect")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
+class NcclEndpoint:
     """A rank's end of NCCL."""
 
-    communicator: Any  # cupy's; None where the ranks share GPU memory instead of using NCCL
+    communicator: Any  # cupy's; None if the ranks share GPU memory instead of using NCCL
     device: int  # the device's number in this process
     version: int  # NCCL's, as 22803 for 2.28.3
     capability: int  # the least compute capability in the group, as 90 for sm_90
     records: bool = False  # whether kernels may become CUDA graphs here
-    shared: str = ""  # why they share GPU memory; empty where they use NCCL
+    shared: str = ""  # why the ranks share GPU memory; empty if they use NCCL
 
 
-class _Place(Wire, frozen=True, kw_only=True):
-    """What a rank tells the others about its GPU."""
+class _RankGpu(Wire, frozen=True, kw_only=True):
+    """A rank's GPU, as it publishes it."""
 
     gpu: str  # its host, and its name there
     version: int  # NCCL's
@@ -58,10 +58,10 @@ class _Place(Wire, frozen=True, kw_only=True):
     capability: int  # its compute capability
 
 
-_PLACES = Codec[_Place](_Place, "place of a GPU")
+_RANK_GPUS = Codec[_RankGpu](_RankGpu, "GPU of a rank")
 
 
-def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, *, host: str, timeout_s: float) -> Joined:
+def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, *, host: str, timeout_s: float) -> NcclEndpoint:
     """Makes this rank's communicator, on the device of option ``device`` or the calling thread's current one."""
     cupy = import_module("cupy")
     nccl = import_module("cupy.cuda.nccl")
@@ -70,38 +70,38 @@ def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, *, host: str, timeo
     records = _records(cupy, spec, version)
     gpu = f"{host}/{name_of(cupy.cuda.runtime, device)}"
     capability = _capability(cupy.cuda.runtime, device)
-    here = _Place(gpu=gpu, version=version, may_share=may_share(), capability=capability)
-    rendezvous.put(f"nccl.place.{rank}", _PLACES.encode(here))
+    here = _RankGpu(gpu=gpu, version=version, may_share=may_share(), capability=capability)
+    rendezvous.put(f"nccl.place.{rank}", _RANK_GPUS.encode(here))
     until_s = time.monotonic() + timeout_s
-    places = list(gathered(_PLACES, rendezvous, spec, "nccl.place", range(spec.world_size), timeout_s).values())
-    least = min(place.capability for place in places)
-    if why := _check(spec, places):
-        return Joined(communicator=None, device=device, version=version, capability=least, shared=why)
+    rank_gpus = list(gathered(_RANK_GPUS, rendezvous, spec, "nccl.place", range(spec.world_size), timeout_s).values())
+    least = min(rank_gpu.capability for rank_gpu in rank_gpus)
+    if why := _check(spec, rank_gpus):
+        return NcclEndpoint(communicator=None, device=device, version=version, capability=least, shared=why)
     if rank == 0:
         rendezvous.put("nccl.id", unique_id(nccl))
     try:
         unique = rendezvous.get("nccl.id", max(until_s - time.monotonic(), 0.001))
-    except CollectiveTimeoutError as exc:  # it has told its place, and is gone, or stuck, since
+    except CollectiveTimeoutError as exc:  # rank 0 published its GPU, and has died or hangs since
         raise not_joined(spec, (0,), timeout_s) from exc
-    # Apart, as the call blocks until all ranks are there
-    making = threads.apart(_connect, cupy, nccl, device, (spec.world_size, unique, rank))
-    made = _made(making, spec, rank, timeout_s)
-    return Joined(communicator=made, device=device, version=version, capability=least, records=records)
+    # In a helper thread, as the call blocks until all ranks have joined
+    making = threads.call_in_helper(_connect, cupy, nccl, device, (spec.world_size, unique, rank))
+    communicator = _await_communicator(making, spec, rank, timeout_s)
+    return NcclEndpoint(communicator=communicator, device=device, version=version, capability=least, records=records)
 
 
 def unique_id(nccl: Any) -> bytes:
     """Draws the id of a new communicator: 128 bytes. cupy 14 gives bytes, older ones a tuple of C's signed chars."""
-    return bytes(one & 0xFF for one in nccl.get_unique_id())
+    return bytes(char & 0xFF for char in nccl.get_unique_id())
 
 
 def connected(nccl: Any, world_size: int, unique: bytes, rank: int) -> Any:
-    """Makes a communicator of cupy's on the current device; blocks until all ranks are there."""
+    """Makes a communicator of cupy's on the current device; blocks until all ranks have joined."""
     try:
         return nccl.NcclCommunicator(world_size, unique, rank)
     except TypeError as exc:
-        if "expected tuple" not in str(exc):  # which is what cupy before 14 says
+        if "expected tuple" not in str(exc):  # the message of cupy before 14
             raise
-        signed = tuple(one - 256 if one > 127 else one for one in unique)
+        signed = tuple(byte - 256 if byte > 127 else byte for byte in unique)
         return nccl.NcclCommunicator(world_size, signed, rank)
 
 
@@ -122,16 +122,16 @@ def _device(cupy: Any, spec: GroupSpec) -> int:
         count = int(cupy.cuda.runtime.getDeviceCount())
     except Exception as exc:
         raise BackendUnavailableError(group_name=spec.name, detail=f"backend 'nccl': no GPU here: {exc}") from exc
-    found = int(cupy.cuda.runtime.getDevice()) if chosen is None else chosen
-    if type(found) is not int or not 0 <= found < count:
+    device = int(cupy.cuda.runtime.getDevice()) if chosen is None else chosen
+    if type(device) is not int or not 0 <= device < count:
         detail = f"backend 'nccl': there is no device {chosen!r} here; this process sees {count}"
         raise InvalidGroupError(group_name=spec.name, detail=detail)
-    return found
+    return device
 
 
 def _capability(runtime: Any, device: int) -> int:
     # Not `Device.compute_capability`, which makes contexts.
-    major, minor = (int(runtime.deviceGetAttribute(one, device)) for one in _CAPABILITY)
+    major, minor = (int(runtime.deviceGetAttribute(attribute, device)) for attribute in _CAPABILITY)
     return 10 * major + minor
 
 
@@ -143,27 +143,27 @@ def _records(cupy: Any, spec: GroupSpec, version: int) -> bool:
     return chosen and version >= GRAPHS_FROM and int(cupy.cuda.runtime.runtimeGetVersion()) >= _CUDA_GRAPHS_FROM
 
 
-def _check(spec: GroupSpec, places: Sequence[_Place]) -> str:
-    # Refuses what NCCL would not take, or would take and hang on; lets ranks share a GPU where that works. Returns why
-    # all of them have to use CUDA IPC instead; empty where NCCL takes them.
+def _check(spec: GroupSpec, rank_gpus: Sequence[_RankGpu]) -> str:
+    # Refuses placements that NCCL refuses or hangs on; lets ranks share a GPU if NCCL can. Returns the reason if all of
+    # them have to use CUDA IPC instead; else "".
 
     def refuse(why: str) -> BackendUnavailableError:
         return BackendUnavailableError(group_name=spec.name, detail=f"backend 'nccl': {why}")
 
-    if len({place.version for place in places}) > 1:  # NCCL compares them to the last digit
-        releases = listed(f"rank {rank} has {place.version}" for rank, place in enumerate(places))
+    if len({rank_gpu.version for rank_gpu in rank_gpus}) > 1:  # NCCL requires equal releases
+        releases = listed(f"rank {rank} has {rank_gpu.version}" for rank, rank_gpu in enumerate(rank_gpus))
         raise refuse(f"the members have different releases of NCCL: {releases}")
-    shared = [gpu for gpu, count in Counter(place.gpu for place in places).items() if count > 1]
+    shared = [gpu for gpu, count in Counter(rank_gpu.gpu for rank_gpu in rank_gpus).items() if count > 1]
     if not shared:
         return ""
-    ranks = _ranks_on(places, shared[0])
-    if len(ranks) == len(places):
+    ranks = _ranks_on(rank_gpus, shared[0])
+    if len(ranks) == len(rank_gpus):
         why = f"all of ranks {ranks} share the GPU {shared[0]}"
         _log.info("group %r works in the memory of its GPU by CUDA IPC: %s", spec.name, why)
         return why
-    if why := sharing_fault({gpu: _ranks_on(places, gpu) for gpu in shared}, places[0].version):
+    if why := sharing_fault({gpu: _ranks_on(rank_gpus, gpu) for gpu in shared}, rank_gpus[0].version):
         raise refuse(f"{why}. Give each member a GPU of its own, or use 'shm' or 'tcp', through the memory of the host")
-    unwilling = [rank for rank, place in enumerate(places) if not place.may_share]
+    unwilling = [rank for rank, rank_gpu in enumerate(rank_gpus) if not rank_gpu.may_share]
     if unwilling:
         why = f"ranks {ranks} share the GPU {shared[0]}, and {SHARING} of ranks {unwilling} forbids it"
         raise refuse(f"{why}: it has to be 1 in the environment of the process before that first uses NCCL")
@@ -172,8 +172,8 @@ def _check(spec: GroupSpec, places: Sequence[_Place]) -> str:
     return ""
 
 
-def _ranks_on(places: Sequence[_Place], gpu: str) -> list[int]:
-    return [rank for rank, place in enumerate(places) if place.gpu == gpu]
+def _ranks_on(rank_gpus: Sequence[_RankGpu], gpu: str) -> list[int]:
+    return [rank for rank, rank_gpu in enumerate(rank_gpus) if rank_gpu.gpu == gpu]
 
 
 def _connect(cupy: Any, nccl: Any, device: int, arguments: tuple[Any, ...]) -> Any:
@@ -183,16 +183,16 @@ def _connect(cupy: Any, nccl: Any, device: int, arguments: tuple[Any, ...]) -> A
             first_use()
         return connected(nccl, *arguments)
     except Exception as exc:
-        if not isinstance(exc, RuntimeError):  # as all errors of cupy are
+        if not isinstance(exc, RuntimeError):  # all errors of cupy are
             threads.failed("making a communicator of NCCL", exc)
         raise
 
 
-def _made(making: Future[Any], spec: GroupSpec, rank: int, timeout_s: float) -> Any:
-    """Waits for a communicator; one that comes too late is aborted."""
+def _await_communicator(making: Future[Any], spec: GroupSpec, rank: int, timeout_s: float) -> Any:
+    """Waits for a communicator; a late one is aborted."""
     if not threads.has_ended(making, timeout_s):
         making.add_done_callback(_abort)
-        detail = f"NCCL did not bring all {spec.world_size} ranks together within {timeout_s:g} s; {HINT}"
+        detail = f"NCCL did not connect all {spec.world_size} ranks within {timeout_s:g} s; {HINT}"
         raise CollectiveTimeoutError(group_name=spec.name, timeout_s=timeout_s, detail=detail)
     error = making.exception()
     if error is not None:

@@ -1,4 +1,4 @@
-"""What cupy does not offer: where an allocation begins, which device it is, and the identity of this process."""
+"""Driver calls that cupy lacks: the start of an allocation, the UUID of a device; and a unique process id."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _DRAWN = uuid.uuid4().bytes
 
 
 def process() -> bytes:
-    """Names this process uniquely, also among containers in which process ids repeat."""
+    """Identifies this process uniquely, also among containers with equal process ids."""
     return os.getpid().to_bytes(4, "little") + _DRAWN
 
 
 def allocation(pointer: int) -> tuple[int, int] | None:
     """Finds the allocation of the current device that contains an address: its start and its length in bytes.
 
-    Pools divide their allocations, and an IPC handle always names a whole one. None if the driver does not know it.
+    Pools divide their allocations, and an IPC handle names a whole one. None if the driver does not know the address.
     """
     driver = _driver()
     if driver is None:
@@ -30,13 +30,13 @@ def allocation(pointer: int) -> tuple[int, int] | None:
 
 
 def uuid_of(device: int) -> bytes:
-    """Returns the UUID of a device, or of the part of it that MIG gives this process; empty where nobody tells."""
+    """Returns the UUID of a device, or of this process's MIG instance; empty if unknown."""
     driver = _driver()
     ask = getattr(driver, "cuDeviceGetUuid_v2", None)  # since CUDA 11.4
-    number, found = ctypes.c_int(), (ctypes.c_uint8 * 16)()
+    number, value = ctypes.c_int(), (ctypes.c_uint8 * 16)()
     if driver is None or ask is None or driver.cuDeviceGet(ctypes.byref(number), ctypes.c_int(device)):
         return b""
-    return b"" if ask(ctypes.byref(found), number) else bytes(found)
+    return b"" if ask(ctypes.byref(value), number) else bytes(value)
 
 
 @cache

@@ -61,22 +61,22 @@ class Folder:
         dtype = np.dtype(_PARTS.get(dtype.name, dtype))
         tables, world, count = self._tables_of(dtype), len(sources), nbytes // dtype.itemsize
         rows, total = list(sources), list[int]()
-        kept: list[Any] = []  # until its kernels are enqueued
+        workspaces: list[Any] = []  # held until the kernels are enqueued
         for shape in shapes(world, len(targets) if len(targets) == world else 1):
             some, rows = rows[: shape.reads], rows[shape.reads :]
             into = list(targets[: shape.writes])
             if not into:
-                kept.append(self._cupy.empty(count, wide_of(op, dtype)))
-                into = [int(kept[-1].data.ptr)]
+                workspaces.append(self._cupy.empty(count, wide_of(op, dtype)))
+                into = [int(workspaces[-1].data.ptr)]
             launch(dtype, world, name_of(op, shape), [*total, *some, *tables, *into], count)
             total = into
         for target in targets[len(into) :]:
             self.copy(target, targets[0], nbytes)
 
     def _times(self, dtype: np.dtype[Any], sources: Sequence[int], targets: Sequence[int], nbytes: int) -> None:
-        # Rounds at each step: a compiler might fuse some.
+        # Rounds at each step; a compiler might fuse steps.
         total = self._cupy.empty(nbytes // dtype.itemsize, dtype)
-        fold_rows(combiner(ReduceOp.PRODUCT, dtype), [self.row(one, nbytes, dtype) for one in sources], total)
+        fold_rows(combiner(ReduceOp.PRODUCT, dtype), [self.row(source, nbytes, dtype) for source in sources], total)
         for target in targets:
             self.copy(target, int(total.data.ptr), nbytes)
 

@@ -5,25 +5,25 @@ kernels to folds and copies. They synchronize in host memory through an `shm` co
 in each launch of kernels.
 
 ====  ===============================================================  ==========================================
-step  what a rank does                                                 and then
+step  a rank                                                           and then
 ====  ===============================================================  ==========================================
 1     copies arrays that can't be exported, after the caller's work    waits for its stream, and exchanges a
                                                                        listing with the others
-2     opens what others list, folds and copies in each other's arrays  waits for its stream, closes what it has
-                                                                       opened, and waits at a barrier
-3     copies back what others have written to temporary memory         waits for its stream
+2     opens the listed memory, folds and copies in others' arrays      waits for its stream, closes the opened
+                                                                       memory, and waits at a barrier
+3     copies the results in temporary memory to its arrays             waits for its stream
 ====  ===============================================================  ==========================================
 
-No stream ever waits for another process, only hosts do: a rank that is absent or dies blocks nobody's GPU. After the
-exchange, all listed data has been written; after the barrier, nobody has a rank's memory open any more, so that it may
-be freed. Bits are those of `shm`: the fold in rank order (P7).
+Only hosts wait for other processes, never streams: a rank that is absent or dies blocks no GPU. After the exchange, all
+listed data has been written; after the barrier, no process has another's memory open, so that it may be freed. Bits are
+those of `shm`: the fold in rank order (P7).
 
-Failure. A wait ends at its deadline, on an abort, or when another rank leaves, and the launch with a typed error. The
-rank's own kernels have ended then, as they wait for nobody, and what it had opened is closed. Those of others may not
-have: exported memory is kept until these have left the launch, too. A rank whose GPU hangs inside a kernel keeps what
-it has opened. It leaves the launch when the group is closed after that kernel has ended, or else with its process, and
-is waited for until then. Otherwise the group stays usable, unless the device has failed: such a rank leaves the launch,
-and what it has opened goes with its process.
+Failure. A wait ends at its deadline, on an abort, or when another rank leaves, and the launch raises a typed error. By
+then the rank's own kernels have ended, as they wait for no other rank, and the memory that it had opened is closed.
+Kernels of other ranks may still run: exported memory is held until these have left the launch, too. A rank whose GPU
+hangs inside a kernel keeps the memory open. It leaves the launch when the group is closed after that kernel has ended,
+or when its process ends, and the others wait for it until then. Otherwise the group stays usable. A rank whose device
+has failed leaves the launch, and its opened memory is released with its process.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from raycollect.backends.folds import refusal_reason
 from raycollect.backends.kernels import late
 from raycollect.backends.loans import Loans
 from raycollect.backends.nccl.ipc_fold import Folder
-from raycollect.backends.nccl.ipc_memory import LISTINGS, Exports, Imports, Listing, Shown
-from raycollect.backends.nccl.ipc_run import Part
+from raycollect.backends.nccl.ipc_memory import LISTINGS, ExportedSpans, Exports, Imports, IpcListing
+from raycollect.backends.nccl.ipc_run import IpcKernel
 from raycollect.backends.nccl.on_gpu import OnGpu
 from raycollect.backends.shm.communicator import ShmCommunicator
 from raycollect.backends.shm.communicator import create as create_shm
@@ -68,38 +68,38 @@ def share(joining: Joining, *, device: int) -> IpcCommunicator:
     """Joins a group whose ranks share one GPU; returns when a first sum was correct."""
     spec, rank = joining.spec, joining.rank
     host = cast("ShmCommunicator", create_shm(replace(joining, segments=NoSegments())))
-    made: IpcCommunicator | ShmCommunicator = host
+    communicator: IpcCommunicator | ShmCommunicator = host
     try:
-        made = IpcCommunicator(joining, host, device=device)
-        _try(made)
+        communicator = IpcCommunicator(joining, host, device=device)
+        _try(communicator)
     except BaseException as exc:
-        made.close()
+        communicator.close()
         if isinstance(exc, CollectiveTimeoutError) or not isinstance(exc, Exception):
             raise
         detail = f"backend 'nccl': rank {rank} can't work with the others in the memory of their GPU: {exc}"
         cure = "Processes in different containers need one IPC namespace; or use 'shm', through the memory of the host"
         raise BackendUnavailableError(group_name=spec.name, detail=f"{detail}. {cure}") from exc
-    return made
+    return communicator
 
 
-def _try(made: IpcCommunicator) -> None:
+def _try(communicator: IpcCommunicator) -> None:
     # Sums a known array over all ranks, which also initializes and compiles.
-    cupy, world = import_module("cupy"), made.world_size
+    cupy, world = import_module("cupy"), communicator.world_size
     first = Launch(seq=0, ranks=tuple(range(world)), timeout_s=TRIAL_TIMEOUT_S)
     ok = False
     try:
-        with on_device(made.number):
-            given = cupy.full(_TRIAL_SIZE * world, made.rank + 1, "int32")
+        with on_device(communicator.number):
+            given = cupy.full(_TRIAL_SIZE * world, communicator.rank + 1, "int32")
             seen = DeviceArray(given)
-            made.launch(first, (Kernel(kind=OpKind.ALLREDUCE, src=seen, dst=seen, op=ReduceOp.SUM),))
-            found = set(given.get().tolist())
+            communicator.launch(first, (Kernel(kind=OpKind.ALLREDUCE, src=seen, dst=seen, op=ReduceOp.SUM),))
+            totals = set(given.get().tolist())
         expected = world * (world + 1) // 2
-        if found != {expected}:
-            detail = f"a sum of 1 to {world} gave {sorted(found)[:3]}, not {expected}"
-            raise KernelError(op="allreduce", group_name=made.group_name, rank=made.rank, detail=detail)
+        if totals != {expected}:
+            detail = f"a sum of 1 to {world} gave {sorted(totals)[:3]}, not {expected}"
+            raise KernelError(op="allreduce", group_name=communicator.group_name, rank=communicator.rank, detail=detail)
         ok = True
     finally:
-        made.end(first, ok)
+        communicator.end(first, ok)
 
 
 class IpcCommunicator(OnGpu):
@@ -117,8 +117,8 @@ class IpcCommunicator(OnGpu):
         self._loans = Loans()
         self._lock = threading.Lock()
         self._is_inside = self._is_closed = self._is_releasing = self._is_released = False
-        self._is_at_others = self._is_stuck = False  # whether its kernels use others' memory; and don't end
-        self._stuck_in: Launch | None = None  # the launch that a rank which is stuck has not left
+        self._is_at_others = self._is_stuck = False  # whether its kernels use others' memory; whether they hang
+        self._stuck_in: Launch | None = None  # the launch that a stuck rank has not left
 
     def launch(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
         """Runs kernels after the caller's work, with common barriers."""
@@ -126,16 +126,16 @@ class IpcCommunicator(OnGpu):
             self._run_together(launch, kernels[start : start + TOGETHER])
 
     def end(self, launch: Launch, ok: bool, owed: Sequence[Kernel] = ()) -> tuple[int, ...]:
-        """Leaves the launch; returns the ranks that are known to have run all of it."""
+        """Leaves the launch; returns the ranks known to have run all of it."""
         super().end(launch, ok, owed)
-        with self._lock:  # either this finds what it uses released, or `_release` finds the launch
+        with self._lock:  # either this sees the release, or `_release` sees the launch
             if self._is_stuck and not self._is_released:
                 self._stuck_in = launch
-                return ()  # the others keep what this rank's kernels may use yet
+                return ()  # the others hold the memory that this rank's kernels may use
         return self._host.end(launch, ok)
 
     def close(self) -> None:
-        """Wakes the thread that is inside, and releases what there is when it has left; may be called again."""
+        """Wakes the thread inside, and releases all memory when it has left; may be called again."""
         self._broken = self._broken or "the communicator was closed"
         with self._lock:
             self._is_closed = True
@@ -148,9 +148,9 @@ class IpcCommunicator(OnGpu):
             self._check_kernel(launch, kernel)
         until_s, self._is_at_others = time.monotonic() + launch.timeout_s, False
         with self._inside() as meeting, self._failing(meeting, launch, kernels):
-            self._loans.recall()
+            self._loans.release_unused()
             self._exports.restart()
-            parts = [Part(one, self.rank, launch.ranks, self._exports, self._folder) for one in kernels]
+            parts = [IpcKernel(kernel, self.rank, launch.ranks, self._exports, self._folder) for kernel in kernels]
             with self._stream.entered():
                 shown = [part.show() for part in parts]
                 listing = self._exports.listing(shown)
@@ -171,15 +171,15 @@ class IpcCommunicator(OnGpu):
                         part.settle()
                 self._wait(launch, until_s)
 
-    def _listed(self, launch: Launch, listing: Listing, until_s: float) -> list[tuple[Shown, ...]]:
+    def _listed(self, launch: Launch, listing: IpcListing, until_s: float) -> list[tuple[ExportedSpans, ...]]:
         left_s = max(until_s - time.monotonic(), 0.0)
-        told = zip(
+        replies = zip(
             launch.ranks,
             self._host.agree(Launch(seq=launch.seq, ranks=launch.ranks, timeout_s=left_s), LISTINGS.encode(listing)),
             strict=True,
         )
         self._check_going(launch)
-        listings = [listing if rank == self.rank else LISTINGS.decode(one) for rank, one in told]
+        listings = [listing if rank == self.rank else LISTINGS.decode(blob) for rank, blob in replies]
         with on_device(self.number):
             return self._imports.shown(listings)
 
@@ -214,26 +214,26 @@ class IpcCommunicator(OnGpu):
             yield
         except BaseException as exc:
             has_failed = isinstance(exc, Exception) and not isinstance(exc, RaycollectError)
-            told = f"{type(exc).__name__}: {exc}"
+            cause = f"{type(exc).__name__}: {exc}"
             if not self._drain() or (has_failed and not isinstance(exc, MemoryError)):
-                self._broken = self._broken or f"{kind} of launch {launch.seq} failed in mid-kernel: {told}"
-            self._loans.add((*kernels, *self._exports.forsake_rooms()), meeting, launch)
-            self._check_aborted(launch)  # the cause, where the failure is its echo
+                self._broken = self._broken or f"{kind} of launch {launch.seq} failed in mid-kernel: {cause}"
+            self._loans.add((*kernels, *self._exports.abandon_rooms()), meeting, launch)
+            self._check_aborted(launch)  # the cause, if the failure is its consequence
             if self._is_closed:
                 raise GroupBrokenError(group_name=self.group_name, detail=self._broken) from exc
             if has_failed:
-                raise KernelError(op=kind, group_name=self.group_name, rank=self.rank, detail=told) from exc
+                raise KernelError(op=kind, group_name=self.group_name, rank=self.rank, detail=cause) from exc
             raise
 
     def _drain(self) -> bool:
-        # Waits, with a limit, until the GPU uses no arrays, and closes those of others; tells whether it has stopped.
+        # Waits, with a limit, until the GPU uses no arrays, and closes those of others; False if the GPU still runs.
         try:
             if not has_drained(self._stream.has_ended, _DRAIN_S):
                 self._is_stuck = self._is_at_others
                 return False
             with on_device(self.number):
                 self._imports.close()
-        except Exception:  # noqa: BLE001 - a device that has failed does nothing more, and says so each time
+        except Exception:  # noqa: BLE001 - a failed device runs nothing, and every call to it raises
             return False
         return True
 
@@ -242,13 +242,13 @@ class IpcCommunicator(OnGpu):
             if not self._is_closed or self._is_inside or self._is_releasing or self._is_released:
                 return
             self._is_releasing = True
-        self._loans.forsake()
+        self._loans.abandon()
         has_ended, is_closed = True, False
         with suppress(Exception), on_device(self.number):  # fails if the device has failed, or the process ends
-            has_ended = self._stream.has_ended()  # else its GPU may use all of it yet
+            has_ended = self._stream.has_ended()  # else its GPU may still use the memory
             if has_ended:
                 self._imports.close()
-                self._exports.forsake_rooms()
+                self._exports.abandon_rooms()
                 is_closed = True
         with self._lock:
             self._is_releasing, self._is_released = False, has_ended

@@ -1,13 +1,12 @@
-"""GPU memory shared between processes: what a rank exports, and what it has imported from others.
+"""GPU memory shared between processes: a rank's exports, and its imports from others.
 
 An IPC handle names a whole allocation, and pools divide theirs. So an array is described as the handle of its
 allocation, and an offset. Memory without a handle (CUDA's own pools, virtual mappings, managed memory) and arrays with
-gaps are copied to a room: memory that is allocated for export, and reused by each kernel.
+gaps are copied to a room: memory that is allocated for export, and reused by later kernels.
 
-A rank opens what the others list, and closes it when its own work with it has ended, before their memory is their own
-again: CUDA does not define what happens to memory that is freed while another process has it open, and no library tells
-when its pool frees an allocation. The address of a freed allocation may be reused with other memory, so handles are
-queried anew each time, too.
+A rank opens the memory that others list, and closes it when its own work there has ended, before the owners use it
+again: freeing memory that another process has open is undefined in CUDA, and no library reports when its pool frees an
+allocation. The address of a freed allocation may be reused with other memory, so handles are queried each time, too.
 
 A process can't open its own handles, and need not: ranks in one process exchange plain addresses.
 """
@@ -23,49 +22,49 @@ from raycollect.backends.streams import on_device
 from raycollect.core.codec import Codec, Wire
 from raycollect.errors import InternalError
 
-# Rooms are multiples of this: smaller allocations share a page of the device, and so a handle, with others
+# Rooms are multiples of this: smaller allocations share a device page, and so a handle
 ROOM_NBYTES = 2 << 20
 _ALIGNMENT = 512
 
 Span = tuple[int, int]  # An address in this process, and a number of bytes
 
 
-class Shown(NamedTuple):
-    """What a rank exports for one kernel."""
+class ExportedSpans(NamedTuple):
+    """The memory that a rank exports for one kernel."""
 
     gives: tuple[Span, ...]  # where others may read
     takes: tuple[Span, ...]  # where others may write
 
 
-class Listing(Wire, frozen=True, kw_only=True):
-    """What a rank tells the others about the kernels that run next."""
+class IpcListing(Wire, frozen=True, kw_only=True):
+    """A rank's exports for the kernels that run next, as others receive them."""
 
-    process: bytes  # its process
+    process: bytes  # the rank's process
     allocations: tuple[tuple[int, bytes], ...]  # (start in its process, handle)
     # sources and targets of each kernel, as (allocation, offset, length)
     kernels: tuple[tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int, int], ...]], ...]
 
 
-LISTINGS = Codec[Listing](Listing, "listing of GPU memory")
+LISTINGS = Codec[IpcListing](IpcListing, "listing of GPU memory")
 
 
 class Exports:
-    """What one rank exports of its memory; used with its device current."""
+    """The exported memory of one rank; used with its device current."""
 
     def __init__(self, device: int) -> None:
         self._cuda = import_module("cupy").cuda
         self._device = device
         self._rooms: list[Any] = []
         self._used: list[int] = []
-        self._now: dict[int, bytes] = {}  # the handles of allocations, in the kernels that are being listed
+        self._now: dict[int, bytes] = {}  # the handles of allocations, for the current kernels
 
     def restart(self) -> None:
-        """Begins new kernels: nobody uses the rooms any more, and handles are queried again."""
+        """Begins new kernels: no rank uses the rooms any more, and handles are queried again."""
         self._used = [0] * len(self._rooms)
         self._now = {}
 
-    def forsake_rooms(self) -> Sequence[Any]:
-        """Gives up the rooms, which others may still use; the caller keeps them alive until then."""
+    def abandon_rooms(self) -> Sequence[Any]:
+        """Returns the rooms and forgets them; the caller holds them as long as others may use them."""
         rooms, self._rooms, self._used = self._rooms, [], []
         return rooms
 
@@ -74,23 +73,23 @@ class Exports:
         return not nbytes or self._place(address, nbytes) is not None
 
     def room(self, nbytes: int) -> int:
-        """Returns the address of memory for export, valid until `restart`; raises cupy's error if there is no more."""
+        """Returns the address of memory for export, valid until `restart`; raises cupy's error without free memory."""
         for at, room in enumerate(self._rooms):
             start = -(-self._used[at] // _ALIGNMENT) * _ALIGNMENT
             if start + nbytes <= room.size:
                 self._used[at] = start + nbytes
                 return int(room.ptr) + start
-        least = max(nbytes, sum(room.size for room in self._rooms))  # few of them, however much they grow
+        least = max(nbytes, sum(room.size for room in self._rooms))  # grows geometrically, so that rooms stay few
         with on_device(self._device):
             self._rooms.append(self._cuda.Memory(-(-max(least, 1) // ROOM_NBYTES) * ROOM_NBYTES))
         self._used.append(nbytes)
         return int(self._rooms[-1].ptr)
 
-    def listing(self, kernels: Sequence[Shown]) -> Listing:
+    def listing(self, kernels: Sequence[ExportedSpans]) -> IpcListing:
         """Describes spans that can all be exported."""
         index: dict[int, int] = {}
 
-        def told(span: Span) -> tuple[int, int, int]:
+        def encode_span(span: Span) -> tuple[int, int, int]:
             address, nbytes = span
             if not nbytes:
                 return 0, 0, 0
@@ -99,17 +98,21 @@ class Exports:
                 raise InternalError(detail=f"{nbytes} bytes of a GPU's memory that can't be shown")
             return index.setdefault(base, len(index)), address - base, nbytes
 
-        places = tuple((tuple(map(told, one.gives)), tuple(map(told, one.takes))) for one in kernels)
+        places = tuple(
+            (tuple(map(encode_span, exported.gives)), tuple(map(encode_span, exported.takes))) for exported in kernels
+        )
         allocations = tuple((base, self._now[base]) for base in index)
-        return Listing(process=ipc_driver.process(), allocations=allocations, kernels=places)
+        return IpcListing(process=ipc_driver.process(), allocations=allocations, kernels=places)
 
     def _place(self, address: int, nbytes: int) -> int | None:
         # The start of the allocation; None if it has no handle.
-        room = next((one for one in self._rooms if one.ptr <= address < one.ptr + one.size), None)
-        found = ipc_driver.allocation(address) if room is None else (int(room.ptr), int(room.size))
-        if found is None or address + nbytes > sum(found):
+        room = next(
+            (candidate for candidate in self._rooms if candidate.ptr <= address < candidate.ptr + candidate.size), None
+        )
+        allocation = ipc_driver.allocation(address) if room is None else (int(room.ptr), int(room.size))
+        if allocation is None or address + nbytes > sum(allocation):
             return None
-        base = found[0]
+        base = allocation[0]
         if base not in self._now:
             runtime = self._cuda.runtime
             try:
@@ -120,21 +123,21 @@ class Exports:
 
 
 class Imports:
-    """What one rank has open of others' memory; used with its device current."""
+    """The memory of other ranks that one rank has open; used with its device current."""
 
     def __init__(self) -> None:
         self._runtime = import_module("cupy").cuda.runtime
         self._opened: list[int] = []
 
-    def shown(self, listings: Sequence[Listing]) -> list[tuple[Shown, ...]]:
-        """Opens what ranks list, until `close`. Raises cupy's errors.
+    def shown(self, listings: Sequence[IpcListing]) -> list[tuple[ExportedSpans, ...]]:
+        """Opens the listed memory, until `close`. Raises cupy's errors.
 
         Returns:
             For each listing and each kernel: its exports, with addresses of this process.
         """
         return [tuple(self._kernels(listing)) for listing in listings]
 
-    def _kernels(self, listing: Listing) -> Iterator[Shown]:
+    def _kernels(self, listing: IpcListing) -> Iterator[ExportedSpans]:
         is_here = listing.process == ipc_driver.process()
         starts = [base if is_here else self._open(handle) for base, handle in listing.allocations]
         for sides in listing.kernels:
@@ -142,15 +145,15 @@ class Imports:
                 tuple((starts[which] + at, nbytes) if nbytes else (0, 0) for which, at, nbytes in side)
                 for side in sides
             )
-            yield Shown(gives, takes)
+            yield ExportedSpans(gives, takes)
 
     def _open(self, handle: bytes) -> int:
-        # CUDA counts how often a process has opened an allocation, such as for two ranks or two groups.
+        # CUDA counts how often a process opens an allocation, such as for two ranks or two groups.
         start = int(self._runtime.ipcOpenMemHandle(handle))
         self._opened.append(start)
         return start
 
     def close(self) -> None:
-        """Closes all that is open; nothing uses it any more. Raises cupy's errors."""
+        """Closes all open memory, which must be unused. Raises cupy's errors."""
         while self._opened:
             self._runtime.ipcCloseMemHandle(self._opened.pop())

@@ -1,4 +1,4 @@
-"""What NCCL can reduce, and how; and cupy's fold for the rest."""
+"""The reductions of NCCL, and cupy's fold for the rest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raycollect.backends.folds import FOLDS, refusal_reason
 from raycollect.backends.nccl.fold_kernels import complex_product
 from raycollect.core.model import ReduceOp
 
-BYTES = 1  # NCCL's uint8: data that is only moved is moved as bytes
+BYTES = 1  # NCCL's uint8: data is moved as bytes
 # numpy's name of an element type -> NCCL's
 _CODES = {
     "int8": 0,
@@ -31,7 +31,7 @@ _CODES = {
     "float8_e5m2": 11,
 }
 
-# Element type -> the first NCCL that reduces it, where not all do
+# Element type -> the first NCCL that reduces it, if older ones don't
 _SINCE = {"bfloat16": 21000, "float8_e4m3fn": 22400, "float8_e5m2": 22400}
 _OPS = {ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3, ReduceOp.AVG: 4}
 # Reduce op on bools -> NCCL's on their bytes, which are 0 or 1
@@ -60,8 +60,8 @@ class Reduction:
 def reduction_of(op: ReduceOp, dtype: str, version: int) -> Reduction | None:
     """Returns how NCCL reduces elements of that type; None if it can't. `version` is as 22803 for 2.28.3."""
     if dtype == "bool":
-        found = _BOOL_OPS.get(op)
-        return None if found is None else Reduction(code=BYTES, op=found)
+        bool_op = _BOOL_OPS.get(op)
+        return None if bool_op is None else Reduction(code=BYTES, op=bool_op)
     if dtype in _COMPLEX:
         sums = op in (ReduceOp.SUM, ReduceOp.AVG)
         return Reduction(code=_CODES[_COMPLEX[dtype]], op=_OPS[op], width=2) if sums else None
@@ -76,11 +76,11 @@ def folds(op: ReduceOp, dtype: str) -> bool:
 
 
 def combiner(op: ReduceOp, dtype: np.dtype[Any]) -> Callable[..., object]:
-    """Returns the function that combines two ranks' elements, where NCCL can't reduce them."""
+    """Returns the function that combines two ranks' elements, if NCCL can't reduce them."""
     if op is ReduceOp.PRODUCT and dtype.kind == "c":
         return complex_product
-    found: Callable[..., object] = getattr(import_module("cupy"), FOLDS[op].__name__)
-    return found
+    function: Callable[..., object] = getattr(import_module("cupy"), FOLDS[op].__name__)
+    return function
 
 
 def fold(combine: Callable[..., object], rows: Any, target: Any) -> None:

@@ -1,12 +1,12 @@
-"""Kernels as calls of NCCL: which of its operations each uses, on which pointers, and the copies around them.
+"""Kernels as calls of NCCL: the NCCL operations of each, their pointers, and the copies around them.
 
 A kernel becomes a `Script`: copies, calls of NCCL, and copies and folds after them, all on one stream. The calls of all
 scripts that run together form one NCCL group, so that the GPU gets one piece of work. A script can be enqueued again as
-long as the arrays of its kernel stay in place; one without temporary memory may be kept for that, or be captured in a
-CUDA graph (`graphs`).
+long as the arrays of its kernel stay in place; a script without temporary memory may be cached for that, or captured in
+a CUDA graph (`graphs`).
 
-Every rank has to make the same calls. So each choice depends only on what all ranks know alike: the kind, the op,
-the dtype and the sizes; never on a rank's memory layout. Arrays with an unsuitable layout are copied.
+Every rank has to make the same calls. So each choice depends only on values that are equal on all ranks: the kind, the
+op, the dtype and the sizes; never on a rank's memory layout. Arrays with an unsuitable layout are copied.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from raycollect.backends.nccl.ops import BYTES, Reduction, combiner, fold, reduc
 from raycollect.backends.nccl.scripts import Script, ScriptBuilder, assign
 from raycollect.core.model import Kernel, OpKind, ReduceOp
 
-FOLD_NBYTES = 8 << 20  # How much of all ranks together is gathered at a time where NCCL can't reduce, and cupy folds
+FOLD_NBYTES = 8 << 20  # The bytes of all ranks together that are gathered at a time if cupy folds instead of NCCL
 
 
 def write(kernel: Kernel, communicator: Any, rank: int, world_size: int, version: int, stream: int) -> list[Script]:
@@ -38,7 +38,7 @@ def write(kernel: Kernel, communicator: Any, rank: int, world_size: int, version
 
 
 class _Writer:
-    """Writes the scripts of one kernel. They don't refer to it: their memory goes with them."""
+    """Writes the scripts of one kernel, which don't refer to the writer: their memory is freed with them."""
 
     def __init__(self, communicator: Any, rank: int, world_size: int, version: int, stream: int) -> None:
         self._cupy = import_module("cupy")
@@ -47,7 +47,7 @@ class _Writer:
         self._rank = rank
         self._ranks = range(world_size)
         self._version = version
-        self._back: list[tuple[Any, Any]] = []  # targets of folds, and from where they are copied
+        self._back: list[tuple[Any, Any]] = []  # targets of folds, and the memory to copy from
 
     def barrier(self, kernel: Kernel) -> None:
         # A reduction of one byte.
@@ -95,7 +95,7 @@ class _Writer:
 
     def _reduction(self, op: ReduceOp, array: DeviceArray) -> Reduction | None:
         if op is ReduceOp.AVG and len(self._ranks) == 1:
-            op = ReduceOp.SUM  # the same, and NCCL refuses an average of 8-bit floats there
+            op = ReduceOp.SUM  # equal for one rank; NCCL refuses an average of 8-bit floats
         return reduction_of(op, array.dtype.name, self._version)
 
     def _fold(self, op: ReduceOp, src: DeviceArray, dst: DeviceArray | None) -> None:
@@ -105,7 +105,7 @@ class _Writer:
         target = None if dst is None else self._folded_into(dst)
         step = self._step(src.size, itemsize)
         size = len(self._ranks) * step
-        everyone = self._builder.temporary(self._cupy.empty(size, src.dtype))  # for all chunks: they come one by one
+        everyone = self._builder.temporary(self._cupy.empty(size, src.dtype))  # reused by all chunks
         for lo, hi in chunks(src.size, step):
             script = self._next()
             nbytes = (hi - lo) * itemsize
@@ -119,9 +119,9 @@ class _Writer:
         # Sends each rank its piece, a chunk at a time, and folds that in rank order.
         self.scripts = []
         lines, itemsize, most = (
-            [self._builder.line(one) for one in pieces],
+            [self._builder.line(piece) for piece in pieces],
             dst.dtype.itemsize,
-            max(one.size for one in pieces),
+            max(piece.size for piece in pieces),
         )
         target, combine = self._folded_into(dst), combiner(op, dst.dtype)
         step = self._step(most, itemsize)

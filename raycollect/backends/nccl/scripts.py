@@ -15,13 +15,13 @@ from raycollect.backends.nccl.ops import BYTES
 
 @dataclass(slots=True)
 class Script:
-    """What one kernel does on its stream."""
+    """The work of one kernel on its stream."""
 
     before: list[Callable[[], object]] = field(default_factory=list)  # copies of sources
     calls: list[Callable[[], object]] = field(default_factory=list)  # calls of NCCL
-    after: list[Callable[[], object]] = field(default_factory=list)  # copies and folds of what has come
-    kept: list[Any] = field(default_factory=list)  # memory that is used until the end
-    is_bare: bool = True  # whether `kept` is the kernel's arrays only, and enqueueing allocates nothing
+    after: list[Callable[[], object]] = field(default_factory=list)  # copies and folds of received data
+    workspace: list[Any] = field(default_factory=list)  # memory in use until the end
+    is_bare: bool = True  # whether `workspace` is the kernel's arrays only, and enqueueing allocates nothing
 
 
 def enqueue(scripts: Sequence[Script]) -> None:
@@ -64,23 +64,23 @@ class ScriptBuilder:
             return
         self.script.before.append(partial(assign, bits_view(dst), bits_view(src)))
         if not (src.shadow.flags.c_contiguous and dst.shadow.flags.c_contiguous):
-            self.script.is_bare = False  # cupy may take memory to bring one into the other's shape
+            self.script.is_bare = False  # cupy may allocate memory to convert the layout
 
     def read(self, array: DeviceArray) -> int:
-        """Returns where NCCL reads an array: in place, or in a copy without gaps."""
+        """Returns the address at which NCCL reads an array: in place, or in a contiguous copy."""
         return int(self.line(array).data.ptr)
 
     def written(self, array: DeviceArray) -> int:
-        """Returns where NCCL writes an array: in place, or in temporary memory."""
+        """Returns the address at which NCCL writes an array: in place, or in temporary memory."""
         if array.shadow.flags.c_contiguous:
             return array.address
         return self.room(array)
 
     def both(self, src: DeviceArray, dst: DeviceArray) -> tuple[int, int]:
-        """Returns where an array is read, and where one is written that may be the same."""
+        """Returns the addresses of a source and of a target that may be the same array."""
         read = self.read(src)
-        if src.address == dst.address and not src.shadow.flags.c_contiguous:  # in place: in the copy, too
-            line, target = self.script.kept[-1], bits_view(dst)
+        if src.address == dst.address and not src.shadow.flags.c_contiguous:  # in place: both are the copy
+            line, target = self.script.workspace[-1], bits_view(dst)
             self.script.after.append(lambda: assign(target, line))
             return read, read
         return read, self.written(dst)
@@ -118,12 +118,12 @@ class ScriptBuilder:
         return line
 
     def temporary(self, memory: Any) -> Any:
-        """Keeps memory that is not the kernel's."""
+        """Holds memory that is not the kernel's."""
         self.script.is_bare = False
         return self._keep(memory)
 
     def _keep(self, memory: Any) -> Any:
-        self.script.kept.append(memory)
+        self.script.workspace.append(memory)
         return memory
 
     def call(self, name: str, *arguments: int) -> None:

@@ -1,16 +1,16 @@
-"""Boxes of tensors, read by their takers where they lie.
+"""Boxes of tensors, which receivers read in the memory of the sender.
 
-A rank tells the others by a table where the boxes that it gives lie in its shared memory: their first elements, and the
-strides. A box of a tensor in shared memory lies where it is, and is copied once, by its taker, from tensor to tensor. A
-box of any other tensor, or of one of another dtype than it travels in, is copied by its giver to the staging, which is
-in shared memory, and from there by its taker. The takers neither know nor care.
+A rank publishes a table of the boxes that it sends: the offset of their first elements in its shared memory, and the
+strides. A box of a tensor in shared memory is copied once, by its receiver, from tensor to tensor. The sender copies a
+box of any other tensor, or one that travels in another dtype, to its staging buffer, which is in shared memory; the
+receiver copies it from there. Both look alike to the receiver.
 
 The table is a row of words. For each round: a word that tells whether the rank packs or passes on anything, and for
-each rank of the launch where the boxes for it begin in the table. Then the boxes in the order of the taker, each with
-its place and a stride per dimension.
+each rank of the launch the index of its boxes in the table. Then the boxes in the order of the receiver, each with its
+offset and a stride per dimension.
 
-Ranks wait for each other between rounds only where the staging is filled again, or boxes are passed on; and at the end
-those that gave wait for those that took.
+Ranks wait for each other between rounds only if a staging buffer is filled again, or boxes are passed on. At the end
+senders wait for their receivers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from raycollect.backends import folds
 from raycollect.backends.arrays import Array, byte_range, native
 from raycollect.backends.elements import convert
-from raycollect.backends.shm.directory import GIVES, Directory, Listing, Places
+from raycollect.backends.shm.directory import GIVES, ArrayDirectory, Listing, Places
 from raycollect.backends.shm.in_place import COPY_NBYTES
 from raycollect.backends.shm.meeting import Meeting
 from raycollect.core.boxes import BoxExchange, BoxRound, Give
@@ -38,17 +38,17 @@ _NOTHING = Places()
 _Copies = list[tuple[Array, Array]]  # (to, from)
 
 
-class _Offer(NamedTuple):
-    """What this rank tells the others, and what it copies for that before each round."""
+class _BoxTable(NamedTuple):
+    """This rank's table, and the copies that it makes before each round."""
 
     ranks: tuple[int, ...]
     table: Array
-    places: Places  # where the table lies
+    places: Places  # the position of the table
     packs: Sequence[_Copies]
 
 
 class _Moves(NamedTuple):
-    """What this rank reads in a round."""
+    """The boxes that this rank reads in a round."""
 
     copies: _Copies
     sums: list[tuple[Array, list[Array]]]
@@ -56,25 +56,25 @@ class _Moves(NamedTuple):
     copy: Callable[[Array, Array], None]
 
 
-class _Known(NamedTuple):
-    """What follows from the tables of all ranks."""
+class _BoxSchedule(NamedTuple):
+    """The rounds of this rank, derived from the tables of all ranks."""
 
     tables: list[bytes]
     rounds: list[_Moves]
     flags: list[int]  # by round, of all ranks together
 
 
-class Boxes:
+class ShmBoxes:
     """One rank's part in exchanges of boxes; `segments` locates its arrays in shared memory."""
 
-    def __init__(self, directory: Directory, rank: int, segments: SegmentSource) -> None:
+    def __init__(self, directory: ArrayDirectory, rank: int, segments: SegmentSource) -> None:
         self._directory = directory
         self._rank = rank
         self._segments = segments
-        self._known: WeakKeyDictionary[BoxExchange, _Known] = WeakKeyDictionary()
+        self._schedules: WeakKeyDictionary[BoxExchange, _BoxSchedule] = WeakKeyDictionary()
 
     def show(self, launch: Launch, boxes: BoxExchange | None) -> None:
-        """Lists where this rank's boxes lie, and packs what others can't read there; a barrier has to follow."""
+        """Lists the positions of this rank's boxes, and packs those that others can't read; a barrier has to follow."""
         offer = self._offer(launch, boxes) if boxes is not None and self._directory.is_open else None
         if boxes is None or offer is None:
             self._directory.write(0, _NOTHING, launch.ranks)
@@ -84,9 +84,9 @@ class Boxes:
         self._directory.write(GIVES, offer.places, launch.ranks)
 
     def run(self, meeting: Meeting, launch: Launch, boxes: BoxExchange, until_s: float, *, shown: bool) -> bool:
-        """Runs an exchange if all ranks can tell where their boxes lie; all decide alike.
+        """Runs an exchange if all ranks can locate their boxes; all ranks decide alike.
 
-        `shown`: all ranks listed their boxes before the last barrier, the agreement, or that they did not know yet.
+        `shown`: all ranks called `show` before the last barrier, which is the agreement.
         """
         listings = self._listings(meeting, launch, until_s) if shown else []
         if not (shown and _all_give(listings)):
@@ -96,12 +96,12 @@ class Boxes:
         offer = self._offer(launch, boxes)
         if offer is None or not _all_give(listings):
             return False
-        known = self._read(launch, boxes, [bytes(listing.arrays[0]) for listing in listings])
-        for at, moves in enumerate(known.rounds):
-            if at and known.flags[at] & _PACKS:
-                meeting.barrier(launch, until_s)  # by then nobody reads what was packed before
+        schedule = self._read(launch, boxes, [bytes(listing.arrays[0]) for listing in listings])
+        for at, moves in enumerate(schedule.rounds):
+            if at and schedule.flags[at] & _PACKS:
+                meeting.barrier(launch, until_s)  # by then no rank reads the previously packed boxes
                 _copy(offer.packs[at])
-            if at and known.flags[at]:
+            if at and schedule.flags[at]:
                 meeting.barrier(launch, until_s)
             self._move(meeting, launch, moves, at, until_s)
         self._part(meeting, launch, boxes, until_s)
@@ -123,32 +123,32 @@ class Boxes:
             meeting.check(launch, launch.ranks, until_s)
 
     def _part(self, meeting: Meeting, launch: Launch, boxes: BoxExchange, until_s: float) -> None:
-        givers = {peer for one in boxes.rounds for take in one.takes for peer in take.peers} - {self._rank}
-        takers = {rank for one in boxes.rounds for rank, some in one.gives.items() if some} - {self._rank}
+        givers = {peer for box_round in boxes.rounds for take in box_round.takes for peer in take.peers} - {self._rank}
+        takers = {rank for box_round in boxes.rounds for rank, some in box_round.gives.items() if some} - {self._rank}
         if givers:
-            meeting.check(launch, tuple(givers), until_s)  # what was read was what they gave
+            meeting.check(launch, tuple(givers), until_s)  # they have not left, so their data was valid
         elif takers:
             here().part = LENT
         meeting.barrier(launch, until_s, waiting=tuple(givers), waits_for=tuple(takers))
 
-    # ------------------------------------------------------------------------------------------- what is given
+    # ------------------------------------------------------------------------------------------- sent boxes
 
-    def _offer(self, launch: Launch, boxes: BoxExchange) -> _Offer | None:
-        known: _Offer | None = boxes.memo.get("offer")
-        if known is None or known.ranks != launch.ranks:
-            known = boxes.memo["offer"] = self._written(launch, boxes)
-        return known
+    def _offer(self, launch: Launch, boxes: BoxExchange) -> _BoxTable | None:
+        offer: _BoxTable | None = boxes.memo.get("offer")
+        if offer is None or offer.ranks != launch.ranks:
+            offer = boxes.memo["offer"] = self._written(launch, boxes)
+        return offer
 
-    def _written(self, launch: Launch, boxes: BoxExchange) -> _Offer | None:
+    def _written(self, launch: Launch, boxes: BoxExchange) -> _BoxTable | None:
         ranks, rounds = launch.ranks, boxes.rounds
         words = [0] * (len(rounds) * (1 + len(ranks)))
         packs: list[_Copies] = []
-        for at, one in enumerate(rounds):
+        for at, box_round in enumerate(rounds):
             head = at * (1 + len(ranks))
             copies: _Copies = []
-            begun: dict[int, int] = {}  # those who get the same read the same words
+            begun: dict[int, int] = {}  # ranks that get the same boxes read the same words
             for place, rank in enumerate(ranks):
-                some = one.gives.get(rank, ())
+                some = box_round.gives.get(rank, ())
                 if rank == self._rank or not some:
                     continue
                 if id(some) not in begun:
@@ -156,26 +156,26 @@ class Boxes:
                     if not self._write(some, words, copies):
                         return None
                 words[head + 1 + place] = begun[id(some)]
-            words[head] = _PACKS * bool(copies) | _PASSES_ON * one.passes_on
+            words[head] = _PACKS * bool(copies) | _PASSES_ON * box_round.passes_on
             packs.append(copies)
         table = np.array(words, np.int64)
         ref = self._segments.locate(boxes.table.ctypes.data, table.nbytes)
-        return None if ref is None else _Offer(ranks, table, Places.of([ref]), packs)
+        return None if ref is None else _BoxTable(ranks, table, Places.of([ref]), packs)
 
     def _write(self, gives: Sequence[Give], words: list[int], copies: _Copies) -> bool:
-        # Adds where they are read, and what has to be copied there; False: others can't read one of them.
+        # Adds the positions of boxes, and the copies to make; False if others can't read one of them.
         for give in gives:
-            found = self._place(give)
-            if found is None:
+            located = self._place(give)
+            if located is None:
                 return False
-            array, offset = found
+            array, offset = located
             words += (offset, *array.strides)
             if array is give.part:
                 copies.append((give.part, give.box))
         return True
 
     def _place(self, give: Give) -> tuple[Array, int] | None:
-        # Where others read it: where it is, if they can; else in the staging.
+        # Where others read a box: in its tensor if possible, else in the staging buffer.
         for array in (give.box, give.part):
             if array.dtype == give.part.dtype:
                 start, stop = byte_range(array)
@@ -184,29 +184,29 @@ class Boxes:
                     return array, ref.offset + array.ctypes.data - start
         return None
 
-    # ------------------------------------------------------------------------------------------- what is taken
+    # ------------------------------------------------------------------------------------------- received boxes
 
-    def _read(self, launch: Launch, boxes: BoxExchange, tables: list[bytes]) -> _Known:
-        known = self._known.get(boxes)
-        if known is None or known.tables != tables:
+    def _read(self, launch: Launch, boxes: BoxExchange, tables: list[bytes]) -> _BoxSchedule:
+        schedule = self._schedules.get(boxes)
+        if schedule is None or schedule.tables != tables:
             words = {rank: np.frombuffer(table, np.int64) for rank, table in zip(launch.ranks, tables, strict=True)}
-            rounds = [self._moves(launch, one, at, words) for at, one in enumerate(boxes.rounds)]
+            rounds = [self._moves(launch, box_round, at, words) for at, box_round in enumerate(boxes.rounds)]
             heads = [at * (1 + len(launch.ranks)) for at in range(len(boxes.rounds))]
-            flags = [int(np.bitwise_or.reduce([one[head] for one in words.values()])) for head in heads]
-            known = self._known[boxes] = _Known(tables, rounds, flags)
-        return known
+            flags = [int(np.bitwise_or.reduce([table[head] for table in words.values()])) for head in heads]
+            schedule = self._schedules[boxes] = _BoxSchedule(tables, rounds, flags)
+        return schedule
 
-    def _moves(self, launch: Launch, one: BoxRound, at: int, words: dict[int, Array]) -> _Moves:
+    def _moves(self, launch: Launch, box_round: BoxRound, at: int, words: dict[int, Array]) -> _Moves:
         head = at * (1 + len(launch.ranks)) + 1 + launch.ranks.index(self._rank)
         sources = {
-            rank: iter([give.box for give in one.gives.get(rank, ())])
+            rank: iter([give.box for give in box_round.gives.get(rank, ())])
             if rank == self._rank
-            else self._sources(rank, table, int(table[head]), _taken_from(rank, one))
+            else self._sources(rank, table, int(table[head]), _taken_from(rank, box_round))
             for rank, table in words.items()
         }
         copies: _Copies = []
         sums: list[tuple[Array, list[Array]]] = []
-        for take in one.takes:
+        for take in box_round.takes:
             parts = [[next(sources[peer]) for _ in take.boxes] for peer in take.peers]
             if len(parts) == 1:
                 copies += zip(take.boxes, parts[0], strict=True)
@@ -228,8 +228,8 @@ class Boxes:
                 raise InternalError(detail=f"rank {rank} names memory beyond the end of its segment: {exc}") from exc
 
 
-def _taken_from(rank: int, one: BoxRound) -> list[tuple[Array, Any]]:
-    takes = [take for take in one.takes for peer in take.peers if peer == rank]
+def _taken_from(rank: int, box_round: BoxRound) -> list[tuple[Array, Any]]:
+    takes = [take for take in box_round.takes for peer in take.peers if peer == rank]
     return [each for take in takes for each in zip(take.boxes, take.dtypes, strict=True)]
 
 

@@ -20,12 +20,12 @@ _Span = tuple[int, int, Flat, int, int]
 class CoalescedRow(Flat):
     """Consecutive arrays of one type as a flat row of native elements; see `Flat`."""
 
-    __slots__ = ("_ends", "_flats", "_known", "nbytes")
+    __slots__ = ("_cached_spans", "_ends", "_flats", "nbytes")
 
     def __init__(self, arrays: Sequence[Array]) -> None:
         self._flats = [Flat(array) for array in arrays if array.size]
-        self._ends = list(accumulate(one.size for one in self._flats))
-        self._known: dict[tuple[int, int], list[_Span]] = {}  # chunks are the same every time
+        self._ends = list(accumulate(flat.size for flat in self._flats))
+        self._cached_spans: dict[tuple[int, int], list[_Span]] = {}  # every kernel has the same chunks
         self.direct: bool = False
         self.size: int = self._ends[-1] if self._ends else 0
         self.dtype: np.dtype[Any] = (self._flats or [Flat(arrays[0])])[0].dtype
@@ -33,10 +33,10 @@ class CoalescedRow(Flat):
 
     def _spans(self, lo: int, hi: int) -> Sequence[_Span]:
         """Cuts elements [lo, hi) into segments that each lie in one array."""
-        found = self._known.get((lo, hi))
-        if found is None:
-            found = self._known[lo, hi] = list(self._cut(lo, hi))
-        return found
+        spans = self._cached_spans.get((lo, hi))
+        if spans is None:
+            spans = self._cached_spans[lo, hi] = list(self._cut(lo, hi))
+        return spans
 
     def read(self, lo: int, hi: int) -> Array:
         """Returns a copy of elements [lo, hi)."""
@@ -46,21 +46,21 @@ class CoalescedRow(Flat):
 
     def fill(self, chunk: Array, lo: int, hi: int) -> None:
         """Copies elements [lo, hi) to a chunk of equal size."""
-        parts = [one.read(start, stop) for _, _, one, start, stop in self._spans(lo, hi)]
+        parts = [flat.read(start, stop) for _, _, flat, start, stop in self._spans(lo, hi)]
         if parts:
             np.concatenate(parts, out=chunk)
 
     def write(self, lo: int, hi: int, values: Array) -> None:
         """Writes elements [lo, hi)."""
-        for first, last, one, start, stop in self._spans(lo, hi):
-            one.write(start, stop, values[first - lo : last - lo])
+        for first, last, flat, start, stop in self._spans(lo, hi):
+            flat.write(start, stop, values[first - lo : last - lo])
 
     def _cut(self, lo: int, hi: int) -> Iterator[_Span]:
         at = bisect_right(self._ends, lo)
         while lo < hi:
-            one, end = self._flats[at], min(hi, self._ends[at])
-            before = self._ends[at] - one.size
-            yield lo, end, one, lo - before, end - before
+            flat, end = self._flats[at], min(hi, self._ends[at])
+            before = self._ends[at] - flat.size
+            yield lo, end, flat, lo - before, end - before
             lo, at = end, at + 1
 
 

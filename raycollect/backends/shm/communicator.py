@@ -1,7 +1,7 @@
 """Backend `shm`: the members are processes of one machine that share memory.
 
-Kernels on arrays in shared memory (made by `raycollect.empty` and others) work in place (`direct`). Small ones, and
-those on other arrays, are staged by chunks (`staged`); several that are launched together are staged as one
+Kernels on arrays in shared memory (made by `raycollect.empty` and others) work in place (`direct`). Small kernels, and
+those on other arrays, are staged by chunks (`staged`); kernels that are launched together are staged as one
 (`coalesced`). All ranks choose alike, from the listings written before the barrier (`directory`). Barriers, the
 agreement and aborts are in `meeting`.
 """
@@ -18,13 +18,13 @@ import numpy as np
 
 from raycollect.backends.capabilities import refuse_unknown
 from raycollect.backends.kernels import translated
-from raycollect.backends.shm.boxes import Boxes
+from raycollect.backends.shm.boxes import ShmBoxes
 from raycollect.backends.shm.coalesced import coalesced
-from raycollect.backends.shm.direct import ALIKE, TOGETHER, Direct
-from raycollect.backends.shm.directory import STAGED, Directory, directory_nbytes
+from raycollect.backends.shm.direct import ALIKE, TOGETHER, InPlaceKernels
+from raycollect.backends.shm.directory import STAGED, ArrayDirectory, directory_nbytes
 from raycollect.backends.shm.meeting import Meeting, control_nbytes, prepare
 from raycollect.backends.shm.segment import client_segment, server_segment
-from raycollect.backends.shm.staged import Staged, slots_nbytes
+from raycollect.backends.shm.staged import StagedKernels, slots_nbytes
 from raycollect.core.boxes import BoxExchange
 from raycollect.core.kernel_progress import here
 from raycollect.core.model import PIECES, PREFIXES, GroupSpec, Kernel, Launch, OpKind
@@ -39,7 +39,7 @@ def create(joining: Joining) -> Communicator:
 
     Raises:
         BackendUnavailableError: Shared memory is not available.
-        CollectiveTimeoutError: Rank 0 did not come; on rank 0: another rank did not.
+        CollectiveTimeoutError: Rank 0 did not join in time; on rank 0: another rank did not.
         InvalidGroupError: An option is unknown.
     """
     spec, rank, rendezvous = joining.spec, joining.rank, joining.rendezvous
@@ -53,12 +53,12 @@ def create(joining: Joining) -> Communicator:
 
 
 class _Parts(NamedTuple):
-    """The users of the group's memory, which is unmapped when the last reference goes."""
+    """The users of the group's memory, which is unmapped with the last reference to them."""
 
     meeting: Meeting
-    staged: Staged
-    direct: Direct
-    boxes: Boxes
+    staged: StagedKernels
+    direct: InPlaceKernels
+    boxes: ShmBoxes
 
 
 class ShmCommunicator:
@@ -70,9 +70,9 @@ class ShmCommunicator:
         self.rank = rank
         self.world_size: int = spec.world_size
         self._group_name = spec.name
-        self._begun = 0  # the launch that has begun
-        self._staged = 0  # the launch whose first kernel was staged, and has not run
-        self._shown = 0  # the launch whose boxes were shown, and have not moved
+        self._begun = 0  # the current launch
+        self._staged = 0  # the launch whose first kernel was staged, but has not run
+        self._shown = 0  # the launch whose boxes were shown, but have not moved
         self._lock = threading.Lock()
         self._users = 0
         self._entered: _Parts | None = None  # until `end`, by the thread that runs the launch
@@ -80,12 +80,12 @@ class ShmCommunicator:
         slots_at = control_nbytes(spec.world_size)
         directory_at = slots_at + slots_nbytes(spec.world_size)
         memory = np.frombuffer(segment, np.uint8)
-        directory = Directory(memory[directory_at:].data, rank, spec.world_size, segments)
+        directory = ArrayDirectory(memory[directory_at:].data, rank, spec.world_size, segments)
         self._parts: _Parts | None = _Parts(
             Meeting(segment, rank, spec.world_size, spec.name),
-            Staged(memory[slots_at:directory_at], rank, spec.world_size),
-            Direct(directory, rank, segments),
-            Boxes(directory, rank, segments),
+            StagedKernels(memory[slots_at:directory_at], rank, spec.world_size),
+            InPlaceKernels(directory, rank, segments),
+            ShmBoxes(directory, rank, segments),
         )
 
     def agree(
@@ -101,8 +101,7 @@ class ShmCommunicator:
         parts.meeting.enter(launch, until_s)
         self._begin(parts, launch)
         if kernel is not None:
-            # A kernel that was run before is staged as it was then. Any other is listed, whatever it was before:
-            # another rank may come with memory that can be reached.
+            # A repeated kernel is staged as before. Any other kernel is listed: another rank may have shared memory.
             if expected is None or not parts.staged.stage_again(launch, kernel):
                 self._stage(parts, launch, kernel)
             self._staged = launch.seq
@@ -147,7 +146,7 @@ class ShmCommunicator:
         for start in range(0, len(kernels), most):
             some, until_s = kernels[start : start + most], time.monotonic() + launch.timeout_s
             with translated(kind, self._group_name, self.rank):
-                if kind in ALIKE and Direct.is_worth(sum(map(_nbytes, some))):
+                if kind in ALIKE and InPlaceKernels.is_worth(sum(map(_nbytes, some))):
                     has_run, _ = direct.run(meeting, launch, some, listed=False, until_s=until_s, begun=start)
                     if has_run:
                         continue
@@ -158,7 +157,7 @@ class ShmCommunicator:
                     staged.run(meeting, launch, kernel, staged=False, until_s=until_s)
 
     def show_boxes(self, launch: Launch, boxes: BoxExchange | None) -> None:
-        """Lists where this rank's boxes lie; see `Reaching`."""
+        """Lists the positions of this rank's boxes; see `Reaching`."""
         parts = self._entered = self._entered or self._come_in()
         with translated(OpKind.ALLTOALL, self._group_name, self.rank):
             parts.meeting.enter(launch, time.monotonic() + launch.timeout_s)
@@ -191,13 +190,13 @@ class ShmCommunicator:
             parts.meeting.abort(seq)
 
     def lost(self, rank: int) -> bool:
-        """Ends waits for what a rank whose process has ended has not done."""
+        """Ends waits for a rank whose process has ended."""
         with suppress(GroupBrokenError), self as parts:
             parts.meeting.lost(rank)
         return True
 
     def close(self) -> None:
-        """Wakes threads that are inside, and releases the memory when they have left."""
+        """Wakes the threads inside, and releases the memory when they have left."""
         with self._lock:
             self._closed = True
             parts = self._parts
@@ -240,8 +239,8 @@ class ShmCommunicator:
 
 
 def _is_for_direct(kernel: Kernel) -> bool:
-    # In place, a scan would overwrite what the ranks behind have yet to read.
-    return kernel.kind not in PREFIXES and Direct.is_worth(_nbytes(kernel))
+    # In place, a scan would overwrite data that later ranks have yet to read.
+    return kernel.kind not in PREFIXES and InPlaceKernels.is_worth(_nbytes(kernel))
 
 
 def _nbytes(kernel: Kernel) -> int:

@@ -1,11 +1,11 @@
-"""Kernels in place: what a rank lists of its arrays, how all ranks decide to work in place, and what is lent.
+"""Kernels in place: the listing of a rank's arrays, the decision to work in place, and loans.
 
-The listings are written before the agreement, or before a barrier of the kernel's own; after it all ranks read the same
-and decide alike. If others write into a rank's array, one more barrier follows the agreement: only then has each rank
-blocked its readers (`Store.writing`). The work itself is in `in_place`.
+The listings are written before the agreement, or before a barrier of the kernel; afterwards all ranks read the same
+listings and decide alike. If others write into a rank's array, another barrier follows the agreement: only then has
+each rank blocked its readers (`Store.writing`). The work itself is in `in_place`.
 
-If a rank fails, others that write into its array stop within some blocks, unless their process was stopped. So an array
-that was lent for writing in a failed launch is kept until all possible writers have left the launch.
+If a rank fails, ranks that write into its array stop within some blocks, unless their process was stopped. So an array
+that was lent for writing in a failed launch is held until all possible writers have left the launch.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from raycollect.backends import loans
 from raycollect.backends.arrays import Array, Flat, native
 from raycollect.backends.kernels import remembered
 from raycollect.backends.loans import Loans
-from raycollect.backends.shm.directory import CAPACITY, GIVES, STAGED, TAKES, Directory, Listing, Places
-from raycollect.backends.shm.in_place import Blocks, Work, root_of
+from raycollect.backends.shm.directory import CAPACITY, GIVES, STAGED, TAKES, ArrayDirectory, Listing, Places
+from raycollect.backends.shm.in_place import Blocks, InPlaceRun, root_of
 from raycollect.backends.shm.meeting import Meeting
 from raycollect.core.model import BufferRef, Kernel, Launch, OpKind, Segment
 from raycollect.core.protocols import SegmentSource
@@ -38,7 +38,7 @@ _NOWHERE = Places()
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What a rank can list of its kernels."""
+    """The listing of a rank's kernels."""
 
     flags: int  # of GIVES and TAKES
     places: Places
@@ -47,10 +47,10 @@ class _Seen:
     dtypes: tuple[np.dtype[Any], ...]
 
 
-class Direct:
+class InPlaceKernels:
     """One rank's part in kernels that work in place; `segments` locates its arrays in shared memory."""
 
-    def __init__(self, directory: Directory, rank: int, segments: SegmentSource) -> None:
+    def __init__(self, directory: ArrayDirectory, rank: int, segments: SegmentSource) -> None:
         self._directory = directory
         self._rank = rank
         self._segments = segments
@@ -58,14 +58,14 @@ class Direct:
         self._blocks: Blocks = {}
 
     def restart(self) -> None:
-        """Begins a launch: the next listing is that of its first kernel."""
+        """Begins a launch: the next listing is for its first kernel."""
         self._directory.turn = 0
-        if self._loans.lent or loans.forsaken:
-            self._loans.recall()
+        if self._loans.lent or loans.abandoned:
+            self._loans.release_unused()
 
     def close(self) -> None:
-        """Ends it; arrays that may still be written are kept, and checked by other communicators of this process."""
-        self._loans.forsake()
+        """Ends it; other communicators of this process hold arrays that may still be written."""
+        self._loans.abandon()
 
     def show(self, launch: Launch, kernels: Sequence[Kernel], flags: int = 0) -> None:
         """Lists this rank's arrays for the kernels that run next, together; a barrier has to follow."""
@@ -77,7 +77,7 @@ class Direct:
 
     @staticmethod
     def is_worth(nbytes: int) -> bool:
-        """Tells whether arrays of that size are worked on in place, if possible."""
+        """Tells whether kernels on arrays of that size work in place, if possible."""
         return nbytes >= DIRECT_FROM_NBYTES
 
     def can_give(self, kernel: Kernel) -> bool:
@@ -95,15 +95,16 @@ class Direct:
         until_s: float,
         begun: int = 0,
     ) -> tuple[bool, bool]:
-        """Runs kernels in place if possible: one, or several of a kind in `ALIKE` with one root. All decide alike.
+        """Runs kernels in place if possible: one, or several of a kind in `ALIKE` with one root. Ranks decide alike.
 
-        `listed`: all ranks listed their arrays before the last barrier, the agreement. `begun`: see `Work`.
+        `listed`: all ranks listed their arrays before the last barrier, which is the agreement. `begun`: see
+        `InPlaceRun`.
 
         Returns:
-            Whether they have run, so that this rank's arrays are its own again; and if not, whether all ranks had
-            staged the first chunk before the agreement.
+            Whether the kernels have run; and if not, whether all ranks had staged the first chunk before the
+            agreement.
         """
-        lent = not listed  # a rank past the barrier may write, whether or not this one is
+        lent = not listed  # a rank past the barrier may write before this rank has passed it
         try:
             if not listed:
                 self.show(launch, kernels)
@@ -116,7 +117,7 @@ class Direct:
             if listed and way == "push":
                 meeting.barrier(launch, until_s)  # by then all ranks have blocked their readers
             dtypes = self._see(kernels).dtypes
-            Work(meeting, launch, kernels, dtypes, way, listings, self._rank, self._blocks, until_s, begun).run()
+            InPlaceRun(meeting, launch, kernels, dtypes, way, listings, self._rank, self._blocks, until_s, begun).run()
         except BaseException:
             if lent and self._see(kernels).lends:
                 self._loans.add([kernel.dst for kernel in kernels], meeting, launch)
@@ -130,10 +131,10 @@ class Direct:
         flags, refs = 0, list[BufferRef]()
         shown = [_shown(kernel, self._rank) for kernel in kernels]
         for flag, sides in ((GIVES, [gives for gives, _ in shown]), (TAKES, [takes for _, takes in shown])):
-            found = self._locate(None if None in sides else [array for side in sides for array in side or ()])
-            if found is not None:
+            located = self._locate(None if None in sides else [array for side in sides for array in side or ()])
+            if located is not None:
                 flags |= flag
-                refs += found
+                refs += located
         largest = max((array.nbytes for gives, _ in shown for array in gives or ()), default=0)
         lends = flags & TAKES and any(takes for _, takes in shown)
         dtypes = tuple(_BYTE if kernel.sample is None else native(kernel.sample.dtype) for kernel in kernels)
@@ -154,7 +155,7 @@ class Direct:
 
 
 def _shown(kernel: Kernel, rank: int) -> tuple[Sequence[Array] | None, Sequence[Array] | None]:
-    # The arrays that others read, and those that they write; None if they must not.
+    # The arrays that others read, and those that others write; None if others must not.
     kind, is_root = kernel.kind, rank == kernel.peer
     takes: Sequence[Array] = ()
     if kind is OpKind.BARRIER:
@@ -168,7 +169,7 @@ def _shown(kernel: Kernel, rank: int) -> tuple[Sequence[Array] | None, Sequence[
     if kind is OpKind.BROADCAST:
         return (kernel.dst if kernel.src is None else kernel.src,), ()
     if kind is OpKind.ALLTOALL and _is_in_place(kernel):
-        return None, ()  # what others have yet to read would be overwritten
+        return None, ()  # it would overwrite data that others have yet to read
     return kernel.src if type(kernel.src) is tuple else (kernel.src,), takes
 
 
@@ -178,7 +179,7 @@ def _is_in_place(kernel: Kernel) -> bool:
 
 
 def _way(kernel: Kernel, ranks: Sequence[int], rank: int, listings: Sequence[Listing]) -> str:
-    # Who copies: the receivers ("pull"), the senders ("push"), or nobody.
+    # The receivers copy ("pull"), the senders ("push"), or the kernel can't run in place ("").
     kind, root = kernel.kind, ranks.index(root_of(kernel, rank)) if kernel.peer >= 0 else 0
     gives = [bool(listing.flags & GIVES) for listing in listings]
     takes = [bool(listing.flags & TAKES) for listing in listings]

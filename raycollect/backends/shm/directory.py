@@ -1,14 +1,14 @@
-"""Where the ranks' arrays lie in shared memory: each rank writes a listing before a barrier; all read it afterwards.
+"""The positions of the ranks' arrays in shared memory: each rank writes a listing before a barrier; all read it later.
 
-A rank has two areas of the group's memory, which the kernels of a launch use in turn: nobody writes listing k + 2
-before all have passed the barrier of kernel k + 1, and so have read listing k. An area holds flags, the rank's segment,
-and the offset and length of each array.
+A rank has two areas of the group's memory, which the kernels of a launch use in turn: no rank writes listing k + 2
+before all ranks have passed the barrier of kernel k + 1, and so have read listing k. An area holds flags, the rank's
+segment, and the offset and length of each array.
 
-A rank that lists a segment to somebody for the first time sets a flag. Then each rank tries to map the new segments,
-and reports the result at one more barrier: either all work in place, or none does. One mapping per rank is kept: a rank
-that lists another segment has given up the previous one.
+A rank that lists a segment for the first time to some rank sets a flag. Then each rank tries to map the new segments,
+and reports the result at another barrier: either all ranks work in place, or none does. One mapping per rank is cached:
+a rank that lists another segment no longer uses the previous one.
 
-What a rank writes while others may read are 8-byte words, each by one store: its answer must not tear its listing.
+While others may read, a rank writes single 8-byte words only, each by one store: its answer must not tear its listing.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from raycollect.errors import InternalError
 STAGED, GIVES, TAKES, _NEW = 1, 2, 4, 8
 
 CAPACITY = 511  # How many arrays a listing has room for, at least
-_FLAGS_BITS = 8  # of the word; the others count the bytes of what lists the arrays
-_WORDS_NBYTES = 16  # the word, and whether the rank has mapped all that it was shown
-_HEAD_NBYTES, _PLACE_NBYTES = 80, 18  # The most that a segment, and a place in it, take as they are written
+_FLAGS_BITS = 8  # of the word; the other bits are the length of the listing
+_WORDS_NBYTES = 16  # the word, and whether the rank has mapped all listed segments
+_HEAD_NBYTES, _PLACE_NBYTES = 80, 18  # The longest encoding of a segment, and of a position in it
 _LINE_NBYTES = 64
 _PARITIES = 2
 _LISTINGS_KEPT = 64
@@ -55,7 +55,7 @@ def directory_nbytes(world_size: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Listing:
-    """One rank's listing of its arrays in one kernel; the same object as long as its content is the same."""
+    """One rank's listing of its arrays in one kernel; equal listings are one object."""
 
     flags: int  # some of STAGED, GIVES and TAKES
     arrays: tuple[Array, ...] = ()  # their bytes, mapped here: sources if GIVES, then targets if TAKES
@@ -63,7 +63,7 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where some arrays lie, as a listing encodes it."""
+    """The positions of arrays, as a listing encodes them."""
 
     segment: Segment | None = None  # the one that holds all of them; None if none of them has bytes
     packed: bytes = b""  # the segment, and offset and length of each array
@@ -76,7 +76,7 @@ class Places:
         return cls(segment, _LISTINGS.encode((segment or Segment(0, 0, b"", 0), places)))
 
 
-class Directory:
+class ArrayDirectory:
     """The listings of all ranks, as one rank sees them; `memory` has `directory_nbytes` bytes, zero at first."""
 
     def __init__(self, memory: memoryview, rank: int, world_size: int, segments: SegmentSource) -> None:
@@ -88,20 +88,20 @@ class Directory:
         self._shown: dict[int, Segment] = {}  # rank -> the segment of this rank that it has mapped
         self._offered: Segment | None = None
         self._mapped: dict[int, tuple[Segment, Array]] = {}  # by rank
-        self._known: dict[tuple[int, int, bytes], Listing] = {}  # by rank, flags and what was written
-        self.turn: int = 0  # which of the areas the next kernel uses
+        self._cached: dict[tuple[int, int, bytes], Listing] = {}  # by rank, flags and encoded listing
+        self.turn: int = 0  # selects the area of the next kernel
         self._closed = False
 
     @property
     def is_open(self) -> bool:
-        """Whether arrays can be shown: False once somebody could not map them."""
+        """Whether arrays can be listed: False after a rank could not map them."""
         return not self._closed
 
     def write(self, flags: int, places: Places, ranks: Sequence[int]) -> None:
         """Writes this rank's listing for the next kernel of `ranks`."""
         at = self._at(self._rank)
         segment = places.segment
-        self._offered = None  # nobody may have mapped what was offered in a launch that failed, or to other ranks
+        self._offered = None  # an offer of a failed launch, or to other ranks, may not have been mapped
         if segment is not None and any(self._shown.get(rank) is not segment for rank in ranks if rank != self._rank):
             flags |= _NEW
             self._offered = segment
@@ -125,7 +125,7 @@ class Directory:
         return listings
 
     def segment(self, rank: int) -> Array:
-        """The memory that a rank's last listing was of, mapped here: all of its bytes."""
+        """The segment of a rank's last listing, mapped here: all of its bytes."""
         return self._mapped[rank][1]
 
     def _meet(self, ranks: Sequence[int], words: Sequence[int], barrier: Callable[[], None]) -> bool:
@@ -145,13 +145,13 @@ class Directory:
             return Listing(flags)
         start = self._at(rank) + _WORDS_NBYTES
         written = bytes(self._memory[start : start + nbytes])
-        known = self._known.get((rank, flags, written))
-        if known is None:
+        listing = self._cached.get((rank, flags, written))
+        if listing is None:
             arrays = self._map(rank, written)
-            if len(self._known) >= _LISTINGS_KEPT:
-                self._known.clear()
-            known = self._known[rank, flags, written] = Listing(flags, arrays)
-        return known
+            if len(self._cached) >= _LISTINGS_KEPT:
+                self._cached.clear()
+            listing = self._cached[rank, flags, written] = Listing(flags, arrays)
+        return listing
 
     def _map(self, rank: int, written: bytes) -> tuple[Array, ...]:
         segment, numbers = _LISTINGS.decode(written)
@@ -160,7 +160,7 @@ class Directory:
             return (_NOTHING,) * len(lengths)
         mapped = self._mapped.get(rank)
         if mapped is None or mapped[0] != segment:
-            self._known = {key: listing for key, listing in self._known.items() if key[0] != rank}
+            self._cached = {key: listing for key, listing in self._cached.items() if key[0] != rank}
             mapped = self._mapped[rank] = segment, self._segments.open(segment)
         if min(numbers) < 0 or max(map(add, offsets, lengths)) > segment.nbytes:
             raise InternalError(detail=f"rank {rank} names memory beyond the end of its segment")

@@ -1,4 +1,4 @@
-"""The work of kernels in place: what a rank folds and copies, and for whom it waits afterwards.
+"""The work of kernels in place: a rank's folds and copies, and its waits for other ranks afterwards.
 
 Theory, for w ranks and arrays of n bytes. A reduction is cut into w slices; each rank folds its slice of all arrays, in
 rank order, a cache-sized block at a time, and writes the block to all targets: w reads and w writes of n / w bytes per
@@ -6,7 +6,7 @@ rank, the minimum of memory traffic. Everything else is one copy per byte, made 
 sender's array ("pull"); or, where only the receiver's array is in shared memory, by the sender ("push").
 
 =============  ===========================================  =========================================
-kernel         works in place where                         who copies or folds
+kernel         works in place if                            copied or folded by
 =============  ===========================================  =========================================
 ALLREDUCE      all src and all dst are shown                each rank its slice, into all dst
 REDUCE         all src and the root's dst are shown         each rank its slice, into the root's dst
@@ -16,12 +16,12 @@ SEND           the sender's src is shown                    the receiver
                the receiver's dst is shown                  the sender
 GATHER         the root's dst is shown                      the others, each its piece
                all src are shown                            the root
-others         all src are shown                            each rank what it takes
+others         all src are shown                            each rank its outputs
 =============  ===========================================  =========================================
 
-The bits are those of the staged kernels (P7): the same fold in the same order.
+The bits equal those of staged kernels (P7): the same fold in the same order.
 
-Afterwards only ranks that lent an array wait, until it is their own again. Before a receiver says that it is done, it
+Afterwards only ranks that lent an array wait, until no rank uses it. Before a receiver reports that it is done, it
 checks whether its sender has left the launch: then the data that it read may be stale.
 """
 
@@ -47,7 +47,7 @@ COPY_NBYTES = 4 << 20  # How much is copied between two checks of the launch
 FOLDS_PER_LOOK = 4  # How many blocks are folded between two checks of the launch
 _LINE_NBYTES = 64
 _FOLDS_KEPT = 64
-# (kind, way) -> whose arrays the other side works in; otherwise all ranks work in all arrays
+# (kind, way) -> the side that lends its arrays; otherwise all ranks work in all arrays
 _LENDERS: dict[tuple[OpKind, str], str] = {
     (OpKind.REDUCE, "pull"): "others",
     (OpKind.BROADCAST, "pull"): "root",
@@ -59,26 +59,26 @@ _LENDERS: dict[tuple[OpKind, str], str] = {
 }
 
 
-class _Block(NamedTuple):
-    """A block of all ranks' arrays that is folded at once."""
+class _FoldBlock(NamedTuple):
+    """A block of all ranks' arrays, folded at once."""
 
     parts: list[Array]  # in rank order
     out: Array
-    later: int  # which of the parts is `out`, if it is not the first
+    later: int  # the index of `out` among the parts, if it is not the first
     copies: list[Array]
 
 
-Blocks = dict[Any, list[_Block]]  # Blocks by everything that they depend on; kept across launches
+Blocks = dict[Any, list[_FoldBlock]]  # Blocks by all values that they depend on; cached across launches
 
 
 Shown = Sequence[Sequence[Array]]  # By rank position: the bytes of the arrays listed for one kernel
 
 
-class Work:
-    """Running kernels on one rank: one, or several independent ones of one kind in `direct.ALIKE`.
+class InPlaceRun:
+    """One kernel in progress on one rank, or several independent kernels of one kind in `direct.ALIKE`.
 
     The listings have the sources of all kernels first, then the targets; `way` is "pull" or "push"; `begun` counts
-    kernels of the same launch that have run before.
+    earlier kernels of the launch.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class Work:
         self._folds = folds
         self._until_s = until_s
         self._meter = here()
-        self._begun = self._at = begun  # `_at`: which of the kernels is under way, where they run one by one
+        self._begun = self._at = begun  # `_at`: the index of the current kernel, if kernels run one by one
         self._me = launch.ranks.index(rank)
         self._kernel = kernels[0]
         self._root = root_of(kernels[0], rank)
 
     def run(self) -> None:
-        """Does this rank's part, and waits for those who work in its arrays."""
+        """Does this rank's part, and waits for the ranks that work in its arrays."""
         kind = self._kernel.kind
         if kind in (OpKind.ALLREDUCE, OpKind.REDUCE) and self._way == "push":
             self._reduce()
@@ -118,15 +118,15 @@ class Work:
             for at, kernel in enumerate(self._kernels):
                 self._kernel, self._at = kernel, self._begun + at
                 self._meter.cover(self._at)
-                self._one([listing.arrays[at :: len(self._kernels)] for listing in self._listings])
+                self._run_kernel([listing.arrays[at :: len(self._kernels)] for listing in self._listings])
         lenders, waiting, waits_for = _loan(_paired(kind), self._way, self._root, self._launch.ranks, self._rank)
         if lenders:
-            self._meeting.check(self._launch, lenders, self._until_s)  # what was read was what they lent
+            self._meeting.check(self._launch, lenders, self._until_s)  # they have not left, so their data was valid
         if waits_for and not waiting:
             self._meter.part = LENT
         self._meeting.barrier(self._launch, self._until_s, waiting=waiting, waits_for=waits_for)
 
-    def _one(self, shown: Shown) -> None:
+    def _run_kernel(self, shown: Shown) -> None:
         kernel = self._kernel
         if kernel.kind is OpKind.REDUCE:
             if self._rank == self._root:
@@ -160,7 +160,7 @@ class Work:
             for copy in block.copies:
                 np.copyto(copy, block.out)
 
-    def _cut(self) -> Iterator[_Block]:
+    def _cut(self) -> Iterator[_FoldBlock]:
         count, ranks = len(self._kernels), self._launch.ranks
         takers = ranks if self._kernel.kind is OpKind.ALLREDUCE else (self._root,)
         into = [self._listings[ranks.index(rank)].arrays for rank in takers]
@@ -172,7 +172,7 @@ class Work:
             later = _later(srcs, dst.ctypes.data)
             for lo, hi in chunks(stop - start, FOLD_NBYTES // dtype.itemsize):
                 block = slice(start + lo, start + hi)
-                yield _Block([src[block] for src in srcs], dst[block], later, [other[block] for other in others])
+                yield _FoldBlock([src[block] for src in srcs], dst[block], later, [other[block] for other in others])
 
     def _fold_into(self, dst: Flat, srcs: Sequence[Array]) -> None:
         op, later = reduce_op(self._kernel), _later(srcs, dst.address)
@@ -231,18 +231,19 @@ _CUT = (OpKind.SCATTER, OpKind.ALLTOALL)
 def _loan(
     kind: OpKind, way: str, root: int, ranks: tuple[int, ...], rank: int
 ) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
-    # Returns the lenders whose arrays this rank has used without lending its own; who waits for it; for whom it waits.
+    # Returns the lenders whose arrays this rank has used without lending its own; the ranks that wait for it; the ranks
+    # for which it waits.
     side = _LENDERS.get((kind, way))
     if side is None:
         return (), ranks, ranks
-    lenders = tuple(one for one in ranks if (one == root) == (side == "root"))
-    users = tuple(one for one in ranks if one not in lenders)
+    lenders = tuple(lender for lender in ranks if (lender == root) == (side == "root"))
+    users = tuple(user for user in ranks if user not in lenders)
     return ((), (), users) if rank in lenders else (lenders, lenders, ())
 
 
 def _slices(at: int, count: int, sizes: Sequence[int], dtypes: Sequence[np.dtype[Any]]) -> Iterator[tuple[int, int]]:
     # The elements [start, stop) of each array (sizes in bytes) in the `at`-th of `count` slices. The arrays are cut as
-    # one row, so that a rank gets few whole arrays rather than a part of each; within an array, cuts are on cache
+    # one row, so that a rank gets few whole arrays instead of a part of each; within an array, cuts are on cache
     # lines.
     total, before = sum(sizes), 0
     for nbytes, dtype in zip(sizes, dtypes, strict=True):
@@ -256,7 +257,7 @@ def _slices(at: int, count: int, sizes: Sequence[int], dtypes: Sequence[np.dtype
 
 
 def _later(srcs: Sequence[Array], address: int) -> int:
-    # The position of the array, other than the first, at that address; 0 if there is none.
+    # The index of the array at that address, if it is not the first; else 0.
     return next((i for i, src in enumerate(srcs) if i and src.ctypes.data == address), 0)
 
 
@@ -265,5 +266,5 @@ def _paired(kind: OpKind) -> OpKind:
 
 
 def root_of(kernel: Kernel, rank: int) -> int:
-    """Returns the root of a kernel; of a send its sender."""
+    """Returns the root of a kernel; the sender of a send."""
     return rank if kernel.kind is OpKind.SEND else kernel.peer

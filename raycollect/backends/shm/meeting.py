@@ -1,32 +1,32 @@
-"""How ranks that share memory synchronize: words that only grow, and semaphores.
+"""Synchronization of ranks that share memory: words that only grow, and semaphores.
 
 Each rank has one 8-byte word that only it writes: ``seq << 24 | phase``. `seq` is its current launch, `phase` counts
 its barriers in that launch: 0 on entering, `CLOSED` once it has left. A rank arrives at a barrier by storing its word
-and posting the semaphores of sleeping ranks; it waits until every word is at least as high. So nothing is ever reset,
-an abort or a timeout leaves nothing inconsistent, and a spurious wake-up costs one look. Beside the word stand the
-rank's last known core, its process id, and for whom it sleeps: most do not, and a post costs a call.
+and posting the semaphores of sleeping ranks; it waits until every word is at least as high. So words are never
+reset, an abort or a timeout leaves a consistent state, and a spurious wake-up costs one check. Next to the word are the
+rank's last known core, its process id, and the rank for which it sleeps: a post costs a call, and most ranks are awake.
 
-A rank that sleeps names one of the ranks that it waits for, the highest, and only that one posts its semaphore. If all
-did, each arrival would wake all who have come before, to no avail: w ranks would wake w * w / 2 times in a barrier. A
-rank that leaves a launch too early posts for all who sleep, as none of them can go on.
+A rank that sleeps names the highest of the ranks that it waits for, and only that rank posts its semaphore. Otherwise
+each arrival would wake all earlier ranks, in vain: w ranks would wake w * w / 2 times in a barrier. A rank that leaves
+a launch too early posts for all sleepers, as none of them can continue.
 
 A rank that leaves a launch first records its progress: ``seq << 24 | passed`` in a ring of `OUTCOMES` cells, where
 `passed` is the last barrier that it passed (`CLOSED` if it ran everything). A rank that waits for it at a later barrier
-learns that it will not come; a rank that is late at a barrier which the other one passed goes on.
+raises; a rank that is late at a barrier which the other rank passed continues.
 
-Beside each arrival stands its cell: the number of the rank's arrival, and its length. A rank that brings the same
-arrival again leaves both as they are, so that the others recognize it without reading it.
+Each arrival has a cell: the number of the rank's arrival, and its length. A rank that repeats an arrival leaves both
+unchanged, so that the others recognize it without reading it.
 
 Areas of shared memory (arrivals, slots) are written by one rank and read by others. A rank writes its areas in a launch
-only after all possible readers of its earlier launches have closed these ("debts"); by then they nearly always have.
+only after all possible readers of its earlier launches have closed these ("debts"), which rarely takes a wait.
 
 Memory order. Words are 8 bytes, aligned, and stored by one instruction. Data is written before the word, and `sem_post`
-and `sem_wait` are full barriers in glibc, so a rank woken by a semaphore sees the data. For a rank that finds the word
-without waiting: on x86-64 loads are in order; elsewhere the order comes from releasing and re-taking the GIL, or a
-lock, in the ctypes call that each arrival makes before it looks, and from `Semaphore.drain` where an outcome seems to
-be missing. A rank that is about to sleep announces it, and looks at the words once more; a rank that arrives stores its
-word, and then looks for sleepers. Between the two steps each makes a libc call, a full barrier, so that at least one of
-them sees the other.
+and `sem_wait` are full barriers in glibc, so a rank woken by a semaphore sees the data. If a rank sees
+the word without waiting: on x86-64 loads are in order; elsewhere the order comes from releasing and re-taking the GIL,
+or a lock, in the ctypes call that each arrival makes before it reads, and from `Semaphore.drain` if an outcome seems to
+be missing. A rank that is about to sleep announces it, and reads the words again; a rank that arrives stores its word,
+and then looks for sleepers. Between the two steps each makes a libc call, a full barrier, so that at least one of them
+sees the other.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ CLOSED = (1 << _PHASE_BITS) - 1
 _SEQ_LIMIT = 1 << (63 - _PHASE_BITS)
 OUTCOMES = 64
 _WORD_STRIDE = 8  # in words: a cache line each
-_ASLEEP = 3  # Which of a rank's words says for whom it sleeps: that rank + 1; 0: it is awake
-_SLICE_S = 0.5  # The longest sleep before the words are looked at again, in case a wake-up is lost
+_ASLEEP = 3  # The index of the word that names the rank for which it sleeps: that rank + 1; 0: it is awake
+_SLICE_S = 0.5  # The longest sleep before the words are read again, in case a wake-up is lost
 _PARITIES = 2
 _LENGTH_BITS = 24  # The low bits of an arrival's cell hold its length, the others count its rank's arrivals
 _LENGTH = (1 << _LENGTH_BITS) - 1
@@ -69,9 +69,9 @@ def prepare(segment: memoryview, world_size: int) -> None:
 
 
 class _Expected(NamedTuple):
-    """Arrivals that matched what was expected, by their cells."""
+    """Arrivals that matched the expected ones, by their cells."""
 
-    blobs: Sequence[bytes]  # what was expected; compared by identity
+    blobs: Sequence[bytes]  # the expected arrivals; compared by identity
     ranks: tuple[int, ...]
     cells: list[tuple[int, int]]  # (place, content)
 
@@ -99,13 +99,13 @@ class Meeting:
         self._phase = 0
         self._passed = 0
         self._agreed = 0
-        self._arrived = 0  # how many different arrivals this rank has brought
-        self._brought: list[bytes | None] = [None] * _PARITIES  # what is in its areas
-        self._expected: list[_Expected | None] = [None] * _PARITIES  # what was found there last
+        self._arrived = 0  # the number of different arrivals of this rank
+        self._brought: list[bytes | None] = [None] * _PARITIES  # the content of its areas
+        self._expected: list[_Expected | None] = [None] * _PARITIES  # the last matches
         self._seeker = Seeker()
         self._debts: dict[int, int] = {}
         self._aborted: set[int] = set()
-        self._dead: frozenset[int] = frozenset()  # the ranks whose processes have ended: their words are final
+        self._dead: frozenset[int] = frozenset()  # ranks whose processes have ended: their words are final
         self._closed = False
 
     def agree(
@@ -113,11 +113,11 @@ class Meeting:
     ) -> Sequence[bytes]:
         """Exchanges arrivals among `launch.ranks`, in a launch that was entered; see `Communicator.agree`."""
         parity = self._bring(launch, arrival, until_s)
-        ranks, cells, known = launch.ranks, self._cells, self._expected[parity]
+        ranks, cells, matched = launch.ranks, self._cells, self._expected[parity]
         if expected is None:
             return [bytes(self._read(rank, parity)) for rank in ranks]
-        if known is not None and known.blobs is expected and known.ranks == ranks:
-            for place, content in known.cells:
+        if matched is not None and matched.blobs is expected and matched.ranks == ranks:
+            for place, content in matched.cells:
                 if cells[place] != content:
                     break
             else:
@@ -125,7 +125,7 @@ class Meeting:
         now = [(place, cells[place]) for place in (rank * _PARITIES + parity for rank in ranks)]
         for rank, blob in zip(ranks, expected, strict=True):
             if self._read(rank, parity) != blob:
-                return [bytes(self._read(one, parity)) for one in ranks]
+                return [bytes(self._read(other, parity)) for other in ranks]
         self._expected[parity] = _Expected(expected, ranks, now)
         return expected
 
@@ -134,7 +134,7 @@ class Meeting:
         parity = self._agreed % _PARITIES
         if arrival != self._brought[parity]:
             check_arrival(arrival, ARRIVAL_NBYTES, self._group_name, self.rank)
-            self._brought[parity] = None  # an interrupt may leave half of it there
+            self._brought[parity] = None  # an interrupt may leave a half-written arrival
             mine = self._area(self.rank, parity)
             self._arrivals[mine : mine + len(arrival)] = arrival
             self._arrived += 1
@@ -155,7 +155,7 @@ class Meeting:
         """Waits for all of `launch.ranks`; or for `waits_for` only, while `waiting` wait for this rank.
 
         Raises:
-            CollectiveTimeoutError: Naming the ranks that had not come by `until_s` of the monotonic clock.
+            CollectiveTimeoutError: Names the ranks that had not arrived by `until_s` of the monotonic clock.
             PlanAbortedError: The launch was aborted here, or a rank has left it.
         """
         self._phase += 1
@@ -182,7 +182,7 @@ class Meeting:
         return dict.fromkeys((r for r in launch.ranks if r != self.rank), launch.seq << _PHASE_BITS | CLOSED)
 
     def owing(self, words: dict[int, int]) -> bool:
-        """Tells whether one of these ranks is alive and has not reached its word yet."""
+        """Tells whether one of these ranks is alive and has not reached its word."""
         late = (rank for rank, word in words.items() if self._words[rank * _WORD_STRIDE] < word)
         return any(_is_alive(self._words[rank * _WORD_STRIDE + 2]) for rank in late)
 
@@ -190,8 +190,8 @@ class Meeting:
         """Leaves the launch; never waits, never raises.
 
         Returns:
-            The ranks that are known to have run all of it. The last one to leave sees all: it looks after posting, and
-            of two that leave at once each posts, a full barrier, between its own word and the other's.
+            The ranks known to have run all of it. The last rank to leave sees all: each rank posts, a full barrier,
+            between writing its own word and reading those of others.
         """
         if launch.seq < self._seq:
             return ()
@@ -200,19 +200,19 @@ class Meeting:
         seq, words, outcomes = self._seq, self._words, self._outcomes
         closed = seq << _PHASE_BITS | CLOSED
         passed = CLOSED if ok else self._passed
-        if not ok:  # a wait that raised may have left it
+        if not ok:  # a wait that raised may have set it
             words[self.rank * _WORD_STRIDE + _ASLEEP] = 0
         outcomes[self.rank * OUTCOMES + seq % OUTCOMES] = seq << _PHASE_BITS | passed
         words[self.rank * _WORD_STRIDE] = closed
-        self._ring(launch.ranks, whoever=not ok)
+        self._ring(launch.ranks, all_sleepers=not ok)
         at, ended, arrived = seq % OUTCOMES, [], seq << _PHASE_BITS | 1
         for rank in launch.ranks:
-            # Who has not arrived by now finds this rank gone, and so never reads what it wrote: no debt.
+            # A rank that has not arrived by now sees that this rank has left, and never reads its data: no debt.
             if self._phase and rank != self.rank and words[rank * _WORD_STRIDE] >= arrived:
                 self._debts[rank] = closed
             if outcomes[rank * OUTCOMES + at] == closed:
                 ended.append(rank)
-        for other in tuple(self._aborted) if self._aborted else ():  # in place: another thread may add meanwhile
+        for other in tuple(self._aborted) if self._aborted else ():  # in place: another thread may add to it
             if other <= seq:
                 self._aborted.discard(other)
         return tuple(ended)
@@ -223,7 +223,7 @@ class Meeting:
         self._semaphore.ring()
 
     def lost(self, rank: int) -> None:
-        """Makes waits raise for a rank whose process has ended before it came; see `Communicator.lost`."""
+        """Makes waits raise for a rank whose process has ended before it arrived; see `Communicator.lost`."""
         self._dead |= {rank}
         self._semaphore.ring()
 
@@ -233,9 +233,9 @@ class Meeting:
         self._semaphore.ring()
 
     def leave(self) -> None:
-        """Leaves all launches, future ones included; after `close`, when no thread of this rank is in one."""
+        """Leaves all launches, also future ones; called after `close`, when no thread of this rank is in a launch."""
         self._words[self.rank * _WORD_STRIDE] = _SEQ_LIMIT - 1 << _PHASE_BITS | CLOSED
-        self._ring(range(len(self._words) // _WORD_STRIDE), whoever=True)
+        self._ring(range(len(self._words) // _WORD_STRIDE), all_sleepers=True)
 
     def enter(self, launch: Launch, until_s: float) -> None:
         """Begins a launch unless it has begun: waits for readers of this rank's earlier data."""
@@ -244,7 +244,7 @@ class Meeting:
         if not self._seq < launch.seq < _SEQ_LIMIT:
             raise InternalError(detail=f"launch {launch.seq} after {self._seq}")
         self._seq, self._phase, self._passed, self._agreed = launch.seq, 0, 0, 0
-        # The word says "all earlier launches closed" before this rank waits for others to say so: no cycle of debts.
+        # The word closes all earlier launches before this rank waits for other ranks to close them: no cycle of debts.
         self._words[self.rank * _WORD_STRIDE] = self._seq << _PHASE_BITS
         for rank, owed in tuple(self._debts.items()):
             if self._words[rank * _WORD_STRIDE] >= owed:
@@ -267,7 +267,7 @@ class Meeting:
             if self._aborted or self._closed:
                 self._check_aborted(launch)
             missing: list[int] = []
-            for rank in absent:  # a rank that has come is not checked again
+            for rank in absent:  # arrived ranks are not checked again
                 word, target = words[rank * _WORD_STRIDE], targets[rank]
                 is_beyond = word >= target | CLOSED  # that launch
                 if word < target or (is_beyond and not self._has_come(rank, target)):
@@ -278,7 +278,7 @@ class Meeting:
             if not absent:
                 words[mine + _ASLEEP] = 0
                 return
-            if not has_yielded:  # at once: one of them may be ready to go on, on this very core
+            if not has_yielded:  # at once: an absent rank may be ready to run on this core
                 has_yielded = True
                 os.sched_yield()
                 continue
@@ -295,7 +295,7 @@ class Meeting:
             left_s = until_s - now_s
             if left_s <= 0:
                 raise kernels.absent(self._group_name, launch, absent)
-            if announced != (sleeps_for := max(absent) + 1):  # also where that one has come meanwhile
+            if announced != (sleeps_for := max(absent) + 1):  # also if that rank has arrived meanwhile
                 self._words[mine + _ASLEEP] = announced = sleeps_for
                 self._semaphore.take()  # a barrier
                 continue
@@ -303,8 +303,8 @@ class Meeting:
             self._words[mine + _ASLEEP] = announced = 0
 
     def _await_living(self, launch: Launch, absent: Iterable[int], targets: dict[int, int]) -> list[int]:
-        # Drops the dead ranks if they came in time; nobody waits for a dead rank to finish reading.
-        dead = self._dead  # before the words are looked at once more: those of the dead have not changed since
+        # Drops dead ranks that arrived in time; a rank does not wait for a dead rank to finish reading.
+        dead = self._dead  # read before the words: those of dead ranks are final
         for rank in dead.intersection(absent):
             if targets[rank] & CLOSED != CLOSED and not self._has_come(rank, targets[rank]):
                 detail = f"the process of rank {rank} has ended in launch {launch.seq}"
@@ -321,19 +321,19 @@ class Meeting:
         # The last barrier of that launch that it passed before it left, unless the record was overwritten.
         outcomes, at = self._outcomes, rank * OUTCOMES + seq % OUTCOMES
         if not target <= outcomes[at] <= closed:
-            self._semaphore.drain()  # a barrier: its outcome was stored before its word
+            self._semaphore.drain()  # a barrier: the outcome was stored before the word
             if not target <= outcomes[at] <= closed:
                 detail = f"rank {rank} has left launch {seq}"
                 raise PlanAbortedError(group_name=self._group_name, rank=rank, detail=detail)
         return True
 
-    def _ring(self, ranks: Iterable[int], *, whoever: bool = False) -> None:
-        # Wakes those who sleep for this rank; or for whomever.
+    def _ring(self, ranks: Iterable[int], *, all_sleepers: bool = False) -> None:
+        # Wakes ranks that sleep for this rank; `all_sleepers`: for any rank.
         self._semaphore.take()  # a barrier
         words, mine = self._words, self.rank + 1
         for rank in ranks:
             sleeps_for = words[rank * _WORD_STRIDE + _ASLEEP]
-            if sleeps_for and (sleeps_for == mine or whoever) and rank != self.rank:
+            if sleeps_for and (sleeps_for == mine or all_sleepers) and rank != self.rank:
                 self._semaphores[rank].ring()
 
     def _area(self, rank: int, parity: int) -> int:
@@ -345,7 +345,7 @@ class Meeting:
 
 
 def _is_alive(pid: int) -> bool:
-    # True where this is unknown, such as for pid 0.
+    # True if unknown, such as for pid 0.
     try:
         os.kill(pid, 0) if pid else None
     except ProcessLookupError:

@@ -26,7 +26,7 @@ SCAN           n to the slot, up to w n read                n / chunk
 =============  ==============================  ===========  ==================================
 
 In SCATTER, ALLTOALL and REDUCESCATTER a rank sends different data to each other rank: its slot is cut into w parts. A
-rank's own piece goes straight from array to array. All ranks count the same chunks by the largest piece
+rank's own piece is copied from array to array. All ranks have the same number of chunks, by the largest piece
 (`Kernel.most`).
 """
 
@@ -76,9 +76,9 @@ def slots_nbytes(world_size: int) -> int:
 
 
 class _Once(NamedTuple):
-    """A small redundant allreduce of a form that was run before: the common case in few steps.
+    """A repeated small redundant allreduce: the common case in few steps.
 
-    Its arrays are rows of native elements. Sizes that may run in place are excluded: the next run may be in place.
+    Its arrays are rows of native elements. Larger arrays are excluded: their next run may be in place.
     """
 
     ranks: tuple[int, ...]
@@ -87,14 +87,14 @@ class _Once(NamedTuple):
     size: int
 
 
-class Staged:
+class StagedKernels:
     """One rank's part in staged kernels; `memory` has `slots_nbytes` bytes."""
 
     def __init__(self, memory: Array, rank: int, world_size: int) -> None:
         self._rank = rank
         self._slots = memory.reshape(world_size, _SLOTS, CHUNK_NBYTES)
-        self.turn: int = 0  # how many chunks of the launch were staged
-        self._first: tuple[int, list[Array]] = 0, []  # the launch for which `stage_again` staged last, and where
+        self.turn: int = 0  # the number of staged chunks of the launch
+        self._first: tuple[int, list[Array]] = 0, []  # the last launch that `stage_again` staged, and its slots
         self._views: dict[tuple[int, np.dtype[np.generic], int], list[Array]] = {}
         self._ignoring_errors = ignoring_errors()
 
@@ -110,7 +110,7 @@ class Staged:
             _fill(self._staging(dtype, parts * step)[self._rank], outgoing, 0, step, step)
 
     def stage_again(self, launch: Launch, kernel: Kernel) -> bool:
-        """Does what `stage` does, for a kernel that `fold_again` knows; else returns False."""
+        """Stages a kernel that `fold_again` can run; returns False for any other."""
         once: _Once | None = kernel.form.get("once")
         if once is None or once.ranks != launch.ranks:
             return False
@@ -120,7 +120,7 @@ class Staged:
         return True
 
     def fold_again(self, launch: Launch, kernel: Kernel) -> bool:
-        """Runs a staged small allreduce that was run before; returns False for any other kernel."""
+        """Runs a repeated small allreduce; returns False for any other kernel."""
         once: _Once | None = kernel.form.get("once")
         if once is None or once.ranks != launch.ranks:
             return False
@@ -141,15 +141,15 @@ class Staged:
         # The slots of the next chunk, by rank, [width] each.
         self.turn += 1
         key = self.turn % _SLOTS, dtype, width
-        found = self._views.get(key)
-        if found is None:
+        views = self._views.get(key)
+        if views is None:
             if len(self._views) >= _VIEWS_KEPT:
                 self._views.clear()
-            found = self._views[key] = list(self._slots[:, key[0], : width * dtype.itemsize].view(dtype))
-        return found
+            views = self._views[key] = list(self._slots[:, key[0], : width * dtype.itemsize].view(dtype))
+        return views
 
     def _outgoing(self, launch: Launch, kernel: Kernel) -> dict[int, Flat]:
-        # What this rank copies to its slot, by part: one array that all others read, or one for each rank.
+        # The arrays that this rank copies to its slot, by part: one for all other ranks, or one for each.
         kind = kernel.kind
         if kind in _WHOLE:
             return {0: source(kernel)}
@@ -162,7 +162,7 @@ class Staged:
             return {0: src} if src is not None else {}
         if kind is OpKind.SCATTER and self._rank != kernel.peer:
             return {}
-        # The own part of a reduction is staged too: it is folded in rank order, and `dst` may be its storage.
+        # A reduction stages its own part, too: it is folded in rank order, and `dst` may be its storage.
         own = -1 if kind is OpKind.REDUCESCATTER else launch.ranks.index(self._rank)
         return {part: src for part, src in enumerate(pieces(kernel, kernel.src, launch.ranks)) if part != own}
 
@@ -180,7 +180,7 @@ class Staged:
         src, dst = reduction(kernel) if is_taker else (source(kernel), None)
         op, ranks = reduce_op(kernel), launch.ranks
         me, step = ranks.index(self._rank), CHUNK_NBYTES // src.dtype.itemsize
-        # From its own memory rather than from its slot: a quarter less time. `dst` may be that memory.
+        # Reading its own memory instead of its slot takes a quarter less time. `dst` may be that memory.
         reads_own = me < READ_FIRST and src.direct
         count, all_alike = folded_ranks(kernel.kind, me, len(ranks)), kernel.kind not in PREFIXES
         for lo, hi in metered(src.size, step):
@@ -261,20 +261,20 @@ class Staged:
         keep_own(give, take, self._rank, step)
 
 
-_KERNELS: dict[OpKind, Callable[[Staged, Meeting, Launch, Kernel, bool, float], None]] = {
-    OpKind.ALLREDUCE: Staged._allreduce,
-    OpKind.REDUCE: Staged._allreduce,
-    OpKind.BROADCAST: Staged._copy,
-    OpKind.ALLGATHER: Staged._move,
-    OpKind.GATHER: Staged._move,
-    OpKind.SCATTER: Staged._move,
-    OpKind.REDUCESCATTER: Staged._reducescatter,
-    OpKind.ALLTOALL: Staged._move,
-    OpKind.SCAN: Staged._allreduce,
-    OpKind.EXSCAN: Staged._allreduce,
-    OpKind.SEND: Staged._copy,
-    OpKind.RECV: Staged._copy,
-    OpKind.BARRIER: Staged._barrier,
+_KERNELS: dict[OpKind, Callable[[StagedKernels, Meeting, Launch, Kernel, bool, float], None]] = {
+    OpKind.ALLREDUCE: StagedKernels._allreduce,
+    OpKind.REDUCE: StagedKernels._allreduce,
+    OpKind.BROADCAST: StagedKernels._copy,
+    OpKind.ALLGATHER: StagedKernels._move,
+    OpKind.GATHER: StagedKernels._move,
+    OpKind.SCATTER: StagedKernels._move,
+    OpKind.REDUCESCATTER: StagedKernels._reducescatter,
+    OpKind.ALLTOALL: StagedKernels._move,
+    OpKind.SCAN: StagedKernels._allreduce,
+    OpKind.EXSCAN: StagedKernels._allreduce,
+    OpKind.SEND: StagedKernels._copy,
+    OpKind.RECV: StagedKernels._copy,
+    OpKind.BARRIER: StagedKernels._barrier,
 }
 
 

@@ -1,10 +1,10 @@
 """The kernels of backend `tcp` between hosts with several ranks each: each host's link carries the fewest bytes.
 
-Theory, for H hosts and arrays of n bytes. What the ranks of a host have in common crosses its link once (Karonis et
-al.: "Exploiting hierarchy in parallel computer networks to optimize collective operation performance", 2000), and all
-of them share in the sending: a chunk is cut into *rails*, as many as the largest host has ranks. On every host one rank
-works for a rail, and only ranks of the same rail send to each other between hosts. Inside a host, rails are exchanged
-over its loopback. Between hosts it goes directly, as on one host, a slice of the rail for each host.
+Theory, for H hosts and arrays of n bytes. Data that the ranks of a host have in common crosses its link once (Karonis
+et al.: "Exploiting hierarchy in parallel computer networks to optimize collective operation performance", 2000), and
+all of them send a part: a chunk is cut into *rails*, as many as the largest host has ranks. On every host one rank
+serves a rail, and only ranks of the same rail send to each other between hosts. Inside a host, rails are exchanged over
+its loopback. Between hosts they are exchanged directly, as on one host, a slice of the rail for each host.
 
 ==============  ===============================================================  =======================================
 kernel          steps of a chunk                                                 a host sends
@@ -17,11 +17,11 @@ ALLGATHER       each piece to one rank of each other host; on inside the host   
 BROADCAST       slices from the root to the hosts; between these; inside them    n, the root's; others (H - 2) / (H - 1)
 ==============  ===============================================================  =======================================
 
-GATHER, SCATTER, ALLTOALL and sends have nothing in common, and go straight as in `run`.
+GATHER, SCATTER, ALLTOALL and sends have no common data, and are sent directly as in `run`.
 
 Each element is the left fold, over the hosts in the order of their lowest ranks, of the left folds in rank order inside
-each: for any size, chunks and fusion (P7). Floats of less than 32 bits would be rounded once per host: they are folded
-in rank order, by `run`.
+each: for any size, chunks and fusion (P7). Floats of less than 32 bits would be rounded once per host, so `run` folds
+them in rank order.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from raycollect.backends.kernels import (
     scattered_reduction,
     transfers,
 )
-from raycollect.backends.tcp.link import Link
-from raycollect.backends.tcp.peer import Batch
-from raycollect.backends.tcp.run import CHUNK_NBYTES, Run, Staging, Steps, chunk_size
+from raycollect.backends.tcp.link import TcpMesh
+from raycollect.backends.tcp.peer import FrameBatch
+from raycollect.backends.tcp.run import CHUNK_NBYTES, KernelRun, Staging, Steps, chunk_size
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 
 _Spans = Sequence[Sequence[slice]]
 
-WHOLE_UP_TO_NBYTES = 8 << 10  # The size up to which arrays go whole: links are shared by the ranks of a host
+WHOLE_UP_TO_NBYTES = 8 << 10  # The size up to which arrays are sent whole: links are shared by the ranks of a host
 LEAST_PART = 8  # The first and the last chunk have this part of a chunk
 SLOTS = 3  # How many chunks of slices may wait to be folded: links carry some while others are folded
 
@@ -65,37 +65,37 @@ class Hosts:
     @classmethod
     @lru_cache(maxsize=64)
     def of(cls, hosts: tuple[int, ...], ranks: tuple[int, ...]) -> Hosts | None:
-        """The hosts of a launch; None where nothing is gained: all on one host, or each on its own."""
-        found: dict[int, list[int]] = {}
+        """The hosts of a launch; None if all ranks are on one host, or each on its own."""
+        by_host: dict[int, list[int]] = {}
         for rank in ranks:
-            found.setdefault(hosts[rank], []).append(rank)
-        return cls(tuple(map(tuple, found.values()))) if 1 < len(found) < len(ranks) else None
+            by_host.setdefault(hosts[rank], []).append(rank)
+        return cls(tuple(map(tuple, by_host.values()))) if 1 < len(by_host) < len(ranks) else None
 
     @property
     def rails(self) -> int:
-        """How many rails there are."""
+        """The number of rails."""
         return max(map(len, self.groups))
 
     def home(self, rank: int) -> int:
-        """The place of a rank's host."""
+        """The index of a rank's host."""
         return next(at for at, ranks in enumerate(self.groups) if rank in ranks)
 
     def agent(self, host: int, rail: int) -> int:
-        """The rank that works for a rail on a host."""
+        """The rank that serves a rail on a host."""
         ranks = self.groups[host]
         return ranks[rail % len(ranks)]
 
     def rail(self, rank: int) -> int:
-        """The rail of what belongs to one rank."""
+        """The rail of one rank's own data."""
         return self.groups[self.home(rank)].index(rank)
 
 
-class HostRun(Run):
-    """One kernel in progress on one rank; `between` is where slices of other hosts wait."""
+class HostRun(KernelRun):
+    """One kernel in progress on one rank; `between` stages slices of other hosts."""
 
     def __init__(
         self,
-        link: Link,
+        mesh: TcpMesh,
         launch: Launch,
         staging: Staging,
         *,
@@ -103,7 +103,7 @@ class HostRun(Run):
         hosts: Hosts,
         in_rank_order: bool,
     ) -> None:
-        super().__init__(link, launch, staging)
+        super().__init__(mesh, launch, staging)
         self._between = between
         self._hosts = hosts
         self._in_rank_order = in_rank_order
@@ -120,7 +120,7 @@ class HostRun(Run):
             by_host(self, kernel)
 
     def _is_flat(self, dtype: np.dtype[np.generic]) -> bool:
-        # Whether elements are folded in rank order, whatever host they are from.
+        # Whether elements are folded in rank order, regardless of hosts.
         return self._in_rank_order or is_widened(dtype)
 
     def _is_small(self, flat: Flat) -> bool:
@@ -148,18 +148,20 @@ class HostRun(Run):
         fold_with(_summed(op), parts, self._home, own, out)
         finish(op, out.view(out.real.dtype), len(self._ranks))
 
-    def _stage(self, staging: Staging, turn: int, wanted: Sequence[tuple[int, Array]], batch: Batch) -> list[Array]:
-        # Stages an array from each of some ranks, like the given ones.
+    def _stage(
+        self, staging: Staging, turn: int, wanted: Sequence[tuple[int, Array]], batch: FrameBatch
+    ) -> list[Array]:
+        # Stages an array from each of some ranks, like the given arrays.
         slot, at, parts = staging.slot(turn, sum(like.nbytes for _, like in wanted)), 0, []
         for rank, like in wanted:
             part = slot[at : at + like.nbytes].view(like.dtype)
-            self._link.receive(rank, part, batch)
+            self._mesh.receive(rank, part, batch)
             parts.append(part)
             at += like.nbytes
         return parts
 
     def _peers(self, rail: int) -> list[tuple[int, int]]:
-        # (host, rank) of those who work for a rail on the other hosts.
+        # (host, rank) of the ranks that serve a rail on the other hosts.
         return [(host, self._hosts.agent(host, rail)) for host in self._far]
 
     # ------------------------------------------------------------------------------------------ reductions
@@ -188,11 +190,11 @@ class HostRun(Run):
             dst.commit(lo, hi, out)
 
     def _rails_inside(self, op: ReduceOp, own: Array, rails: Sequence[slice], out: Array, turn: int) -> Steps:
-        # Each rail to the rank of this host that works for it, which folds it.
-        batch = Batch()
+        # Sends each rail to the rank of this host that serves it, which folds it.
+        batch = FrameBatch()
         for rail, span in enumerate(rails):
             if rail not in self._rails:
-                self._link.send(self._hosts.agent(self._home, rail), own[span], batch)
+                self._mesh.send(self._hosts.agent(self._home, rail), own[span], batch)
         wanted = [(rank, own[rails[rail]]) for rail in self._rails for rank in self._near]
         parts = self._stage(self._staging, turn, wanted, batch)
         yield batch
@@ -201,11 +203,11 @@ class HostRun(Run):
             self._fold_inside(op, own[rails[rail]], parts[at * each : (at + 1) * each], out[rails[rail]])
 
     def _slices_between(self, op: ReduceOp, slices: _Spans, out: Array, turn: int) -> Steps:
-        # Each slice of a rail to the rank that works for the rail on the slice's host, which folds it.
-        batch, wanted = Batch(), []
+        # Sends each slice of a rail to the rank that serves the rail on the slice's host, which folds it.
+        batch, wanted = FrameBatch(), []
         for rail in self._rails:
             for host, rank in self._peers(rail):
-                self._link.send(rank, out[slices[rail][host]], batch)
+                self._mesh.send(rank, out[slices[rail][host]], batch)
                 wanted.append((rank, out[slices[rail][self._home]]))
         parts = self._stage(self._between, turn, wanted, batch)
         yield from _patient(batch)
@@ -217,35 +219,35 @@ class HostRun(Run):
     def _results_between(
         self, slices: _Spans | Mapping[int, Mapping[int, slice]], out: Array, hosts: Collection[int]
     ) -> Steps:
-        # What came of each slice on its host, to the other ones of some hosts.
-        batch = Batch()
+        # Sends the result of each slice from its host to other hosts.
+        batch = FrameBatch()
         for rail in self._rails:
             for host, rank in self._peers(rail):
                 if host in hosts:
-                    self._link.send(rank, out[slices[rail][self._home]], batch)
-                    self._link.receive(rank, out[slices[rail][host]], batch)
+                    self._mesh.send(rank, out[slices[rail][self._home]], batch)
+                    self._mesh.receive(rank, out[slices[rail][host]], batch)
         yield from _patient(batch)
 
     def _results_to(self, root: int, slices: _Spans, out: Array) -> Steps:
-        batch = Batch()
+        batch = FrameBatch()
         for rail in range(self._hosts.rails):
             for host in range(len(self._hosts.groups)):
                 rank, span = self._hosts.agent(host, rail), slices[rail][host]
                 if rank == self._me != root:
-                    self._link.send(root, out[span], batch)
+                    self._mesh.send(root, out[span], batch)
                 elif rank != self._me == root:
-                    self._link.receive(rank, out[span], batch)
+                    self._mesh.receive(rank, out[span], batch)
         yield from _patient(batch)
 
     def _spread_rails(self, rails: Sequence[slice], out: Array) -> Steps:
-        # Each rail to all ranks of this host.
-        batch = Batch()
+        # Sends each rail to all ranks of this host.
+        batch = FrameBatch()
         for rail, span in enumerate(rails):
             if rail not in self._rails:
-                self._link.receive(self._hosts.agent(self._home, rail), out[span], batch)
+                self._mesh.receive(self._hosts.agent(self._home, rail), out[span], batch)
                 continue
             for rank in self._near:
-                self._link.send(rank, out[span], batch)
+                self._mesh.send(rank, out[span], batch)
         yield batch
 
     def _reducescatter(self, kernel: Kernel) -> None:
@@ -258,21 +260,21 @@ class HostRun(Run):
         self._go(self._by_piece(reduce_op(kernel), give, dst, turn, lo, hi) for turn, (lo, hi) in spans)
 
     def _by_piece(self, op: ReduceOp, give: dict[int, Flat], dst: Flat, turn: int, lo: int, hi: int) -> Steps:
-        # Pieces to the rank of this host that works for their rail; from it to their own rank.
+        # Sends pieces to the rank of this host that serves their rail, and from it to their own rank.
         read = {rank: flat.read(*clipped(flat, lo, hi)) for rank, flat in give.items()}
         agents = {rank: self._hosts.agent(self._home, self._hosts.rail(rank)) for rank in self._ranks}
-        mine, batch = [rank for rank in self._ranks if agents[rank] == self._me], Batch()
+        mine, batch = [rank for rank in self._ranks if agents[rank] == self._me], FrameBatch()
         for rank, agent in agents.items():
             if agent != self._me:
-                self._link.send(agent, read[rank], batch)
+                self._mesh.send(agent, read[rank], batch)
         parts = self._stage(self._staging, turn, [(near, read[rank]) for rank in mine for near in self._near], batch)
         yield batch
         folded, each = {rank: np.empty_like(read[rank]) for rank in mine}, len(self._near)
         for at, rank in enumerate(mine):
             self._fold_inside(op, read[rank], parts[at * each : (at + 1) * each], folded[rank])
-        batch, own = Batch(), folded.pop(self._me)
+        batch, own = FrameBatch(), folded.pop(self._me)
         for rank, part in folded.items():
-            self._link.send(rank, part, batch)
+            self._mesh.send(rank, part, batch)
         wanted = [(rank, own) for _, rank in self._peers(self._hosts.rail(self._me))]
         parts = self._stage(self._between, turn, wanted, batch)
         yield from _patient(batch)
@@ -294,26 +296,26 @@ class HostRun(Run):
         self._go(self._gathered(own, take, lo, hi) for lo, hi in _eased(kernel.most, step))
 
     def _gathered(self, own: Flat, take: dict[int, Flat], lo: int, hi: int) -> Steps:
-        # Each piece to one rank of every other host, which passes it on to the others there.
+        # Sends each piece to one rank of every other host, which forwards it to the others there.
         spans = {rank: clipped(take[rank], lo, hi) for rank in self._ranks if rank != self._me}
         into = {rank: take[rank].target(*span) for rank, span in spans.items()}
         agents = {
             rank: self._hosts.agent(self._home, self._hosts.rail(rank)) for rank in into if rank not in self._near
         }
-        part, batch = own.read(*clipped(own, lo, hi)), Batch()
+        part, batch = own.read(*clipped(own, lo, hi)), FrameBatch()
         for rank in (*self._near, *(rank for _, rank in self._peers(self._hosts.rail(self._me)))):
-            self._link.send(rank, part, batch)
+            self._mesh.send(rank, part, batch)
         for rank in into:
             if agents.get(rank, self._me) == self._me:
-                self._link.receive(rank, into[rank], batch)
+                self._mesh.receive(rank, into[rank], batch)
         yield from _patient(batch)
-        batch = Batch()
+        batch = FrameBatch()
         for rank, agent in agents.items():
             if agent != self._me:
-                self._link.receive(agent, into[rank], batch)
+                self._mesh.receive(agent, into[rank], batch)
                 continue
             for near in self._near:
-                self._link.send(near, into[rank], batch)
+                self._mesh.send(near, into[rank], batch)
         yield batch
         for rank, out in into.items():
             take[rank].commit(*spans[rank], out)
@@ -335,27 +337,27 @@ class HostRun(Run):
         return [host for host in range(len(self._hosts.groups)) if host != home]
 
     def _sent_from_root(self, root: int, whole: Flat, lo: int, hi: int) -> Steps:
-        own, batch, others = whole.read(lo, hi), Batch(), self._others_of(root)
+        own, batch, others = whole.read(lo, hi), FrameBatch(), self._others_of(root)
         for rail, span in enumerate(_cut(slice(0, hi - lo), self._hosts.rails)):
             for host, part in zip(others, _cut(span, len(others)), strict=True):
-                self._link.send(self._hosts.agent(host, rail), own[part], batch)
+                self._mesh.send(self._hosts.agent(host, rail), own[part], batch)
             for rank in self._near:
-                self._link.send(rank, own[span], batch)
+                self._mesh.send(rank, own[span], batch)
         yield from _patient(batch)
 
     def _passed_on(self, root: int, whole: Flat, lo: int, hi: int) -> Steps:
-        # To one rank of each host a slice of a rail, which it passes on to the rail's ranks on the other hosts.
-        out, batch, rails = whole.target(lo, hi), Batch(), _cut(slice(0, hi - lo), self._hosts.rails)
+        # One rank of each host receives a slice of a rail, and forwards it to the rail's ranks on the other hosts.
+        out, batch, rails = whole.target(lo, hi), FrameBatch(), _cut(slice(0, hi - lo), self._hosts.rails)
         others = self._others_of(root)
         if self._home not in others:
             for span in rails:
-                self._link.receive(root, out[span], batch)
+                self._mesh.receive(root, out[span], batch)
             yield batch
             whole.commit(lo, hi, out)
             return
         slices = {rail: dict(zip(others, _cut(rails[rail], len(others)), strict=True)) for rail in self._rails}
         for rail in self._rails:
-            self._link.receive(root, out[slices[rail][self._home]], batch)
+            self._mesh.receive(root, out[slices[rail][self._home]], batch)
         yield from _patient(batch)
         yield from self._results_between(slices, out, others)
         yield from self._spread_rails(rails, out)
@@ -365,13 +367,13 @@ class HostRun(Run):
 def _eased(size: int, step: int) -> Iterator[tuple[int, int]]:
     """Cuts like `metered`, but begins and ends with small chunks.
 
-    Before the first chunk has gone through its host, and after the last one has left it, the link has nothing to do.
+    The link is idle until the first chunk has passed its host, and after the last chunk has left it.
     """
     return metered(size, step) if size <= step else metered_at(size, _ramp(size, step))
 
 
 def _ramp(size: int, step: int) -> list[int]:
-    # From both ends the chunks grow towards the middle.
+    # Chunks grow from both ends towards the middle.
     lo, hi, width, first, last = 0, size, max(1, step // LEAST_PART), list[int](), list[int]()
     while hi - lo > 2 * width:
         lo, hi = lo + width, hi - width
@@ -387,9 +389,9 @@ def _cut(span: slice, count: int) -> list[slice]:
     return [slice(span.start + at * size // count, span.start + (at + 1) * size // count) for at in range(count)]
 
 
-def _patient(batch: Batch) -> Steps:
-    # The next chunk goes over the links to other hosts before this one has to have come.
-    yield Batch()
+def _patient(batch: FrameBatch) -> Steps:
+    # The links to other hosts carry the next chunk before this one has to arrive.
+    yield FrameBatch()
     yield batch
 
 

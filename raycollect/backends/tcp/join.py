@@ -1,9 +1,10 @@
-"""How the members of a `tcp` group connect: one socket per pair, authenticated from both ends.
+"""The connections of a `tcp` group: one socket per pair, authenticated by both ends.
 
-Each rank listens on its node's address, and publishes it with a random key on the rendezvous, which is authenticated:
-holders of the key are members. The higher rank of a pair connects to the lower one, on one node by a Unix socket if
-possible, which moves data with half the work. Handshake, limits and log are those of every port (`channel.protocol`,
-`channel.server`): strangers can delay a join, and can't enter the group. Later frames are not authenticated.
+Each rank listens on its node's address, and publishes it with a random key on the authenticated rendezvous: holders of
+the key are members. The higher rank of a pair connects to the lower one, on one node by a Unix socket if possible,
+which moves data with half the work. Handshake, limits and log are those of every port (`channel.protocol`,
+`channel.server`): unauthenticated clients can delay a join, but can't enter the group. Later frames are not
+authenticated.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ from raycollect.core.model import Address, GroupSpec
 from raycollect.core.protocols import Rendezvous
 from raycollect.errors import BackendUnavailableError, ChannelError, ConnectionLostError
 
-# How long a rank may leave data unread: it may be busy for longer than plans usually wait. The control connections
-# notice a dead host much earlier.
+# How long a rank may leave data unread: it may be busy for longer than plans usually wait. Control connections detect a
+# dead host much earlier.
 USER_TIMEOUT_S = 120.0
-ANSWER_S = 5.0  # How long a rank may take for a handshake while others are yet to be called
+ANSWER_S = 5.0  # How long a rank may take for a handshake while other ranks are not connected yet
 _RETRY_S = 0.05
 _SECRET_NBYTES = 32
 
 
-class _Place(NamedTuple):
-    """Where a rank listens."""
+class _ListenAddress(NamedTuple):
+    """The address on which a rank listens."""
 
     host: str
     port: Annotated[int, Meta(ge=1, lt=1 << 16)]
-    name: str  # of the Unix socket; "": there is none
+    name: str  # of the Unix socket, or ""
     secret: Annotated[bytes, Meta(min_length=_SECRET_NBYTES)]
 
 
-_PLACES = Codec[_Place](_Place, "address of a rank")
+_ADDRESSES = Codec[_ListenAddress](_ListenAddress, "address of a rank")
 
 
 def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, host: str, timeout_s: float) -> dict[int, socket.socket]:
@@ -55,7 +56,7 @@ def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, host: str, timeout_
     done: dict[int, socket.socket] = {}
     is_joined = False
     try:
-        where = gathered(_PLACES, rendezvous, spec, "tcp.at", range(rank), timeout_s)
+        where = gathered(_ADDRESSES, rendezvous, spec, "tcp.at", range(rank), timeout_s)
         missing, trouble = _connect_all(rank, host, where, arrivals, done, until_s)
         if missing:
             raise not_joined(spec, missing, timeout_s, trouble or (server.trouble if server else ""))
@@ -63,14 +64,14 @@ def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, host: str, timeout_
     finally:
         if server is not None:
             server.close()
-        arrivals.take(done)  # of a rank that connected again
+        arrivals.take(done)  # closes older connections of ranks that reconnected
         if not is_joined:
             sockets.close(done.values())
     return done
 
 
 def _listen(spec: GroupSpec, rank: int, rendezvous: Rendezvous, host: str, arrivals: _Arrivals) -> Server:
-    """Listens for the higher ranks, and publishes where; BackendUnavailableError: it can't."""
+    """Listens for the higher ranks, and publishes the address; raises BackendUnavailableError if it can't."""
     local, name = sockets.listen_locally() or (None, "")
     secret = secrets.token_bytes(_SECRET_NBYTES)
     try:
@@ -79,8 +80,8 @@ def _listen(spec: GroupSpec, rank: int, rendezvous: Rendezvous, host: str, arriv
         detail = f"backend 'tcp': rank {rank} can't listen on {host!r}: {exc}"
         raise BackendUnavailableError(group_name=spec.name, detail=detail) from exc
     try:
-        place = _Place(host, server.address.port, name, secret)
-        rendezvous.put(f"tcp.at.{rank}", _PLACES.encode(place))
+        own = _ListenAddress(host, server.address.port, name, secret)
+        rendezvous.put(f"tcp.at.{rank}", _ADDRESSES.encode(own))
     except BaseException:
         server.close()
         raise
@@ -88,7 +89,7 @@ def _listen(spec: GroupSpec, rank: int, rendezvous: Rendezvous, host: str, arriv
 
 
 class _Arrivals:
-    """The connections of higher ranks, put there by the server's thread."""
+    """The connections of higher ranks, accepted by the server's thread."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.expected = range(rank + 1, world_size)
@@ -100,11 +101,11 @@ class _Arrivals:
         if rank not in self.expected:
             sockets.close((sock,))
             return
-        with suppress(OSError):  # it has ended again
+        with suppress(OSError):  # the connection has already ended
             self._arrived.put((rank, _tuned(sock)))
 
     def take(self, done: dict[int, socket.socket], wait_s: float = 0.0) -> None:
-        """Moves what has arrived to `done`, and waits for the first; a rank knows the newest of its connections."""
+        """Moves new connections to `done`, and waits for the first; a rank's newest connection replaces older ones."""
         try:
             rank, sock = self._arrived.get(timeout=wait_s) if wait_s > 0 else self._arrived.get_nowait()
             while True:
@@ -119,7 +120,7 @@ class _Arrivals:
 def _connect_all(
     rank: int,
     host: str,
-    where: Mapping[int, _Place],
+    where: Mapping[int, _ListenAddress],
     arrivals: _Arrivals,
     done: dict[int, socket.socket],
     until_s: float,
@@ -133,7 +134,8 @@ def _connect_all(
         for at, other in enumerate(to_call):
             left_s = max(until_s - time.monotonic(), 0.0)
             try:
-                # One that does not answer leaves time for those after it; it is called again when they were.
+                # Each rank gets a share of the time, so that one that does not answer delays no other; it is retried
+                # later.
                 limit_s = left_s if len(to_call) == 1 else min(left_s / (len(to_call) - at + 1), ANSWER_S)
                 done[other] = _connected(where[other], rank, host, limit_s)
             except (ChannelError, OSError) as exc:
@@ -146,16 +148,16 @@ def _connect_all(
     return sorted(missing), trouble
 
 
-def _connected(place: _Place, rank: int, host: str, timeout_s: float) -> socket.socket:
+def _connected(target: _ListenAddress, rank: int, host: str, timeout_s: float) -> socket.socket:
     until_s = time.monotonic() + timeout_s
-    if place.name and place.host == host:
-        with suppress(ConnectionLostError):  # not a name of this network namespace, or too many come at once
-            return _opened(place.name, place, rank, timeout_s)
-    return _opened(place.host, place, rank, until_s - time.monotonic())
+    if target.name and target.host == host:
+        with suppress(ConnectionLostError):  # not a name of this network namespace, or a full backlog
+            return _opened(target.name, target, rank, timeout_s)
+    return _opened(target.host, target, rank, until_s - time.monotonic())
 
 
-def _opened(host: str, place: _Place, rank: int, timeout_s: float) -> socket.socket:
-    address = Address(host=host, port=place.port, secret=place.secret)
+def _opened(host: str, target: _ListenAddress, rank: int, timeout_s: float) -> socket.socket:
+    address = Address(host=host, port=target.port, secret=target.secret)
     sock = open_stream(address, "mesh", {"rank": rank}, timeout_s).sock
     return _tuned(sock)
 

@@ -1,7 +1,7 @@
-"""One rank's connections to all others, driven by the waiting thread: there is no thread of its own.
+"""One rank's connections to all others, driven by the waiting thread; they have no thread of their own.
 
-A waiting thread sends and receives on all connections until its frames are through. An abort from any thread wakes it
-by a socket pair. The GIL is free in every socket call.
+A waiting thread sends and receives on all connections until its frames are sent and received. An abort from any thread
+wakes it by a socket pair. The GIL is free in every socket call.
 """
 
 from __future__ import annotations
@@ -15,23 +15,32 @@ from collections.abc import Callable, Collection, Sequence
 
 from raycollect.backends.arrays import Array
 from raycollect.backends.kernels import aborted, absent, check_arrival
-from raycollect.backends.tcp.peer import AHEAD, ARRIVAL, DATA, FRAME_NBYTES, HERE, Batch, Peer, Place
+from raycollect.backends.tcp.peer import (
+    AHEAD,
+    ARRIVAL,
+    DATA,
+    FRAME_NBYTES,
+    HERE,
+    FrameBatch,
+    PeerConnection,
+    PostedReceive,
+)
 from raycollect.core import sockets
 from raycollect.core.cpu_affinity import YIELD_S, Seeker, current_core
 from raycollect.core.model import Launch
 from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, InternalError, PlanAbortedError
 
 ARRIVAL_NBYTES = FRAME_NBYTES  # The longest arrival
-FAREWELL_S = 0.05  # How long a rank that leaves a launch tries to tell peers whose socket is full
-# How long the connection to a rank whose process has ended is kept: its last data may still be in transit. The
-# connection then ends by itself, except if the host has died.
+FAREWELL_S = 0.05  # How long a rank that leaves a launch tries to notify peers whose socket is full
+# How long to keep the connection to a rank whose process has ended: its last data may still be in transit. The
+# connection ends by itself, except if the host has died.
 LOST_S = 1.0
 _EMPTY = memoryview(b"")
 _SLICE_S = 60.0
 _WAKES = 4096
 
 
-class Link:
+class TcpMesh:
     """One rank's end of all connections of a group.
 
     One thread at a time enters, waits and leaves; any thread calls `abort` and `stop`.
@@ -41,16 +50,16 @@ class Link:
         self.rank = rank
         self._group_name = group_name
         self._seq = self._step = 0  # the launch and its step
-        self._agreement = self._passed = 0  # the steps of its last agreement, and of the last one that was passed
+        self._agreement = self._passed = 0  # the steps of its last agreement, and of the last one that it passed
         self._aborted: set[int] = set()
         self._stopped = False
-        self._ending: dict[int, float] = {}  # whose process has ended, and until when the connection may last
+        self._ending: dict[int, float] = {}  # rank whose process has ended -> when to end the connection
         self._seeker = Seeker()
         self._gone: dict[int, str] = {}  # ranks that have left this launch, or are lost -> why
-        self._peers = {other: Peer(other, sock) for other, sock in socks.items()}
+        self._peers = {other: PeerConnection(other, sock) for other, sock in socks.items()}
         self._by_fd = {peer.sock.fileno(): peer for peer in self._peers.values()}
         self._poller = select.poll()
-        # The polled end and the written end; not needed in a group of one.
+        # The polled end and the written end; empty in a group of one.
         self._wake: tuple[socket.socket, ...] = sockets.wake_pair() if socks else ()
         for sock in self._wake[:1]:
             self._poller.register(sock, select.POLLIN)
@@ -66,32 +75,32 @@ class Link:
         self.begin(launch)
         again, step = self._agreement, self._step
         self._agreement = step
-        until_s, batch, body = time.monotonic() + launch.timeout_s, Batch(), memoryview(arrival)
-        places: dict[int, Place] = {}
+        until_s, batch, body = time.monotonic() + launch.timeout_s, FrameBatch(), memoryview(arrival)
+        receives: dict[int, PostedReceive] = {}
         for other in launch.ranks:
             if other != self.rank:
-                peer, place = self._peers[other], Place(step, None, batch)
+                peer, receive = self._peers[other], PostedReceive(step, None, batch)
                 if again:
-                    peer.forget()  # what was to come with the agreement before this one
-                places[other] = place
+                    peer.forget()  # receives of the previous agreement
+                receives[other] = receive
                 peer.queue(ARRIVAL, step, body, batch)
-                peer.expect(place)
+                peer.expect(receive)
         if ahead is not None:
             ahead()
-        for other in places:
+        for other in receives:
             peer = self._peers[other]
             if not peer.is_blocked:
                 peer.push()
             self._watch(peer)
-        self.wait(batch, launch, until_s, places)
+        self.wait(batch, launch, until_s, receives)
         self._passed = step
-        return [bytes(places[other].into or b"") if other != self.rank else arrival for other in launch.ranks]
+        return [bytes(receives[other].into or b"") if other != self.rank else arrival for other in launch.ranks]
 
     def begin(self, launch: Launch, step: int = 0) -> None:
         """Begins the next step of a launch, an agreement or a kernel; or the step of that number.
 
         Raises:
-            GroupBrokenError: A connection that it needs has ended before.
+            GroupBrokenError: A connection that the launch needs has ended.
         """
         if launch.seq != self._seq:
             self._enter(launch.seq)
@@ -103,22 +112,22 @@ class Link:
         self._check(launch)
 
     def end(self, launch: Launch, ok: bool) -> None:
-        """Leaves a launch; tells its ranks if this one has not run all of it. Never raises."""
+        """Leaves a launch; notifies its ranks if this rank has not run all of it. Never raises."""
         if launch.seq < self._seq:
             return
         if launch.seq > self._seq:  # it did not reach the agreement
             self._enter(launch.seq)
-        for seq in tuple(self._aborted):  # in place: another thread may add meanwhile
+        for seq in tuple(self._aborted):  # in place: another thread may add to it
             if seq <= launch.seq:
                 self._aborted.discard(seq)
-        told = [] if ok else [self._peers[other] for other in launch.ranks if other != self.rank]
+        recipients = [] if ok else [self._peers[other] for other in launch.ranks if other != self.rank]
         for peer in self._peers.values():
             peer.leave()
-        for peer in told:
+        for peer in recipients:
             peer.part(self._passed)
             self._watch(peer)
         until_s = time.monotonic() + FAREWELL_S
-        while not all(peer.is_flushed for peer in told) and (left_s := until_s - time.monotonic()) > 0:
+        while not all(peer.is_flushed for peer in recipients) and (left_s := until_s - time.monotonic()) > 0:
             self._serve(self._poller.poll(left_s * 1000))
 
     def _enter(self, seq: int) -> None:
@@ -134,8 +143,8 @@ class Link:
     def silent(self, launch: Launch, timeout_s: float) -> tuple[int, ...]:
         """Finds ranks that do not respond, after a kernel of another library has failed.
 
-        All ranks call it, each at its own time, after the agreement of `launch`. Any message shows that a rank is
-        alive: HERE, LEFT, or a frame of a later step.
+        All ranks call it, at different times, after the agreement of `launch`. Any message shows that a rank is alive:
+        HERE, LEFT, or a frame of a later step.
         """
         if launch.seq != self._seq:
             return ()
@@ -146,37 +155,38 @@ class Link:
             peer.pull()
             self._watch(peer)
         while True:
-            quiet = {rank: one for rank, one in quiet.items() if not (one.is_here or one.has_left or one.is_held)}
+            quiet = {rank: peer for rank, peer in quiet.items() if not (peer.is_here or peer.has_left or peer.is_held)}
             left_s = until_s - time.monotonic()
             if left_s <= 0 or all(peer.lost for peer in quiet.values()):
                 return tuple(quiet)
             self._serve(self._poller.poll(left_s * 1000 + 1))
 
-    def send(self, rank: int, array: Array, batch: Batch, *, ahead: bool = False) -> None:
-        """Sends a rank the bytes of a flat array, which must not change until `batch` is through.
+    def send(self, rank: int, array: Array, batch: FrameBatch, *, ahead: bool = False) -> None:
+        """Sends a rank the bytes of a flat array, which must not change until `batch` is complete.
 
-        `ahead`: they are what the kernel after this agreement sends first; the others drop it if none comes.
+        `ahead`: these are the first bytes of the kernel after this agreement; receivers drop them without such a
+        kernel.
         """
         if ahead:
             self._peers[rank].queue(AHEAD, self._step + 1, array.view("u1").data, batch)
         elif array.size:
             self._post(rank, array.view("u1").data, batch)
 
-    def receive(self, rank: int, array: Array, batch: Batch, *, ahead: bool = False) -> None:
-        """Receives the bytes of a flat array from a rank; `ahead`: what that rank sends ahead."""
+    def receive(self, rank: int, array: Array, batch: FrameBatch, *, ahead: bool = False) -> None:
+        """Receives the bytes of a flat array from a rank; `ahead`: the bytes that the rank sends ahead."""
         if array.size:
             peer = self._peers[rank]
-            if peer.expect(Place(self._step + ahead, array.view("u1").data, batch)):
+            if peer.expect(PostedReceive(self._step + ahead, array.view("u1").data, batch)):
                 self._watch(peer)
 
-    def greet(self, ranks: Sequence[int], batch: Batch) -> None:
+    def greet(self, ranks: Sequence[int], batch: FrameBatch) -> None:
         """Exchanges empty frames with ranks."""
         for rank in ranks:
             self._post(rank, _EMPTY, batch)
-            self._peers[rank].expect(Place(self._step, _EMPTY, batch))
+            self._peers[rank].expect(PostedReceive(self._step, _EMPTY, batch))
             self._watch(self._peers[rank])
 
-    def _post(self, rank: int, body: memoryview, batch: Batch) -> None:
+    def _post(self, rank: int, body: memoryview, batch: FrameBatch) -> None:
         if rank in self._gone:
             raise PlanAbortedError(group_name=self._group_name, rank=rank, detail=self._gone[rank])
         peer = self._peers[rank]
@@ -184,15 +194,15 @@ class Link:
         if peer.is_blocked or peer.lost:
             self._watch(peer)
 
-    def wait(self, batch: Batch, launch: Launch, until_s: float, must_pass: Collection[int] = ()) -> None:
-        """Sends and receives until a batch is through; `must_pass` names ranks that must all pass the last agreement.
+    def wait(self, batch: FrameBatch, launch: Launch, until_s: float, must_pass: Collection[int] = ()) -> None:
+        """Sends and receives until a batch is complete; `must_pass` names ranks that must all pass the last agreement.
 
         Raises:
-            CollectiveTimeoutError: Naming the ranks it waited for.
+            CollectiveTimeoutError: Names the ranks that it waited for.
             PlanAbortedError: The launch was aborted here, or an awaited rank has left it or is lost.
         """
         asleep_s = 0.0
-        while True:  # once at least: a rank whose sockets take all it gives hears of aborts, too
+        while True:  # at least once, so that a rank whose sends never block notices aborts, too
             ready = self._poller.poll(0)
             if ready:
                 self._serve(ready)
@@ -239,8 +249,8 @@ class Link:
                 peer.pull()
             self._watch(peer)
 
-    def _watch(self, peer: Peer) -> None:
-        # Updates the poll mask of a connection, and records whether its rank is gone.
+    def _watch(self, peer: PeerConnection) -> None:
+        # Updates the poll mask of a connection, and records whether its rank has left or is lost.
         if peer.lost:
             self._gone[peer.rank] = f"the connection to rank {peer.rank} broke: {peer.lost}"
         elif peer.has_left:
@@ -252,7 +262,7 @@ class Link:
             wants = 0
         if wants != peer.mask:
             if wants:
-                self._poller.register(peer.sock, wants)  # or changes what it is watched for
+                self._poller.register(peer.sock, wants)  # or changes the mask
             else:
                 self._poller.unregister(peer.sock)
             peer.mask = wants
@@ -268,7 +278,7 @@ class Link:
                 raise PlanAbortedError(group_name=self._group_name, rank=rank, detail=why)
 
     def _timed_out(self, launch: Launch) -> CollectiveTimeoutError:
-        # Names the ranks from which data is missing, or else those that do not receive.
+        # Names the ranks whose data is missing, or else those that do not receive.
         owed = tuple(rank for rank, peer in self._peers.items() if peer.owes(self._step))
         missing = owed or tuple(rank for rank, peer in self._peers.items() if peer.is_owing)
         return absent(self._group_name, launch, missing)
@@ -279,7 +289,7 @@ class Link:
         self._ring()
 
     def lose(self, rank: int) -> None:
-        """Makes waits for a rank whose process has ended raise, once its last data has come; see `LOST_S`."""
+        """Makes waits for a rank whose process has ended raise, after its last data has arrived; see `LOST_S`."""
         self._ending[rank] = time.monotonic() + LOST_S
         self._ring()
 
@@ -290,7 +300,7 @@ class Link:
 
     def _ring(self) -> None:
         for sock in self._wake[1:]:
-            with contextlib.suppress(OSError):  # it is full, which wakes too; or closed, and there is no wait
+            with contextlib.suppress(OSError):  # full, which wakes, too; or closed, without a waiting thread
                 sock.send(b"!")
 
     def close(self) -> None:

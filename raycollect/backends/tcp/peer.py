@@ -1,22 +1,22 @@
-"""One connection of a `tcp` group: frames from a queue, and frames into the places that wait for them.
+"""One connection of a `tcp` group: queued frames, and posted receives.
 
 A frame is ``launch:8 | kind:2 | core:2 | step:4 | nbytes:4`` and the bytes. `step` counts the agreements and kernels of
-a launch. Frames of one pair come in the order in which the receiver waits for them, so they need no other tags.
+a launch. Frames of one pair arrive in the order of the posted receives, so they need no other tags.
 
 =========================  =====================================================================================
 an incoming frame is of
 =========================  =====================================================================================
 an earlier launch          this rank has left it: the bytes are dropped
-this launch, LEFT          the other has left it, and not run all of it
-this launch, HERE          the other answers, in a kernel of another library; see `Link.silent`
-this launch, AHEAD         sent before the agreement: dropped if a further agreement comes next, or if it is of another
-                           size than what is expected, so that the launch is refused; else as DATA
-this launch, other         goes to the place that waits for it; stays in the socket until there is one
-a later launch             the other has left this one; stays in the socket until this rank gets there
+this launch, LEFT          the peer has left it before its end
+this launch, HERE          the peer responds, in a kernel of another library; see `TcpMesh.silent`
+this launch, AHEAD         sent before the agreement: dropped if another agreement comes next, or if its size differs
+                           from the expected size, so that the launch is refused; else as DATA
+this launch, other         fills the next posted receive; stays in the socket without one
+a later launch             the peer has left this one; stays in the socket until this rank begins that launch
 =========================  =====================================================================================
 
-So memory holds only data that somebody waits for, and a rank that leaves early keeps its position in the stream: data
-for it is dropped, and a frame that it has half sent is finished later, from a copy.
+So memory holds only data of posted receives, and a rank that leaves early keeps its position in the stream: it drops
+incoming data, and finishes a half-sent frame later, from a copy.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ FRAME_NBYTES = 1 << 20  # The longest frame of any kind
 _HEADER = struct.Struct("<QHHII")
 _BUFFER_NBYTES = 4096
 _ALL = 1 << 32
-_SCRATCH = memoryview(bytearray(64 * 1024))  # Takes bytes that nobody wants; nothing is ever read from it
+_SCRATCH = memoryview(bytearray(64 * 1024))  # Receives dropped bytes; never read
 
 
-class Batch:
-    """Frames that are waited for together."""
+class FrameBatch:
+    """Frames that complete together."""
 
     __slots__ = ("left",)
 
@@ -48,22 +48,22 @@ class Batch:
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class PostedReceive:
     """The destination of a frame."""
 
     step: int
-    into: memoryview | None  # None where the sender chooses the length; then it is set to what came
-    batch: Batch
+    into: memoryview | None  # None: the sender chooses the length, and it is set to the received bytes
+    batch: FrameBatch
 
 
 @dataclass(slots=True, eq=False)
 class _Outgoing:
-    """A frame that is not completely sent."""
+    """A frame that is not yet completely sent."""
 
     seq: int
     head: bytes | memoryview
     body: memoryview
-    batch: Batch | None
+    batch: FrameBatch | None
     left: int  # how many of its bytes are still to be sent
 
     @property
@@ -71,52 +71,52 @@ class _Outgoing:
         return len(self.head) < _HEADER.size
 
     def advance(self, nbytes: int) -> None:
-        """Takes away what was sent."""
+        """Drops the bytes that were sent."""
         in_head = min(nbytes, len(self.head))
         self.head, self.body, self.left = self.head[in_head:], self.body[nbytes - in_head :], self.left - nbytes
 
 
-class Peer:
+class PeerConnection:
     """The connection to one rank. One thread at a time uses it; nothing here waits."""
 
     def __init__(self, rank: int, sock: socket.socket) -> None:
         self.rank = rank
         self.sock = sock
         self.lost: str = ""  # why the connection has ended, or ""
-        self.has_left: bool = False  # the other has left this launch
-        self.is_here: bool = False  # the other has said that it is in this launch
-        self.is_blocked: bool = False  # the socket takes no more for now
-        self.is_held: bool = False  # the next frame has to wait, so nothing is read
+        self.has_left: bool = False  # the peer has left this launch
+        self.is_here: bool = False  # the peer has sent HERE in this launch
+        self.is_blocked: bool = False  # the socket's send buffer is full
+        self.is_held: bool = False  # the next frame has to wait, so the socket is not read
         self.mask: int = 0  # the registered poll events
-        self.core: int = 0  # the other's last known core on this machine, as `current_core`; 0 if unknown
+        self.core: int = 0  # the peer's last known core on this machine, as `current_core`; 0 if unknown
         self._is_near = _is_near(sock)
-        self.passed: int = _ALL  # the last agreement of this launch that the other passed before it left
-        self._core = 0  # where this rank was when it began the launch
-        self._seq = self._floor = 0  # the launch; frames of those below the floor are thrown away
+        self.passed: int = _ALL  # the last agreement of this launch that the peer passed before it left
+        self._core = 0  # the core of this rank when it began the launch
+        self._seq = self._floor = 0  # the launch; frames of launches below the floor are dropped
         self._out: deque[_Outgoing] = deque()
-        self._places: deque[Place] = deque()
+        self._posted: deque[PostedReceive] = deque()
         self._buffer = memoryview(bytearray(_BUFFER_NBYTES))
-        self._lo = self._hi = 0  # what of the buffer was read from the socket, and not yet looked at
-        self._frame: tuple[int, int, int, int, int] | None = None  # of which no byte was read yet
-        self._into: memoryview | None = None  # where the bytes of the frame that is being read go; None: nowhere
-        self._need = 0  # how many of its bytes are still to come
+        self._lo = self._hi = 0  # the unprocessed bytes of the buffer
+        self._frame: tuple[int, int, int, int, int] | None = None  # a header whose body was not read yet
+        self._into: memoryview | None = None  # the destination of the current frame; None: dropped
+        self._need = 0  # the missing bytes of the current frame
 
     def owes(self, step: int) -> bool:
-        """Whether frames of this launch have yet to come, of steps up to this one."""
-        return bool(self._places) and self._places[0].step <= step
+        """Whether this rank still waits for frames of steps up to this one."""
+        return bool(self._posted) and self._posted[0].step <= step
 
     @property
     def is_owing(self) -> bool:
-        """Whether frames of this launch have yet to be sent."""
+        """Whether frames of this launch are not sent yet."""
         return bool(self._out) and self._out[-1].seq == self._seq
 
     @property
     def is_flushed(self) -> bool:
-        """Whether nothing at all has yet to be sent."""
+        """Whether all frames are sent."""
         return not self._out or bool(self.lost)
 
     def enter(self, seq: int, core: int) -> None:
-        """Begins a launch, on that core; what has come for it is looked at when it is expected."""
+        """Begins a launch, on that core; its frames are processed when their receives are posted."""
         if self._floor <= self._seq:
             self.leave()
         self._seq, self._floor, self._core = seq, seq, core
@@ -125,9 +125,9 @@ class Peer:
     def leave(self) -> None:
         """Ends the launch: drops frames that were not begun, and keeps a half-sent one to finish it."""
         self._floor = self._seq + 1
-        self._places.clear()
+        self._posted.clear()
         self._into = None
-        if self._hi and not self.is_held:  # an error has ended the last look
+        if self._hi and not self.is_held:  # an error has interrupted `_look`
             self._look()
         if self._out:
             self._out = deque(frame for frame in self._out if frame.is_begun or frame.batch is None)
@@ -136,24 +136,24 @@ class Peer:
                     half.body, half.batch = memoryview(bytes(half.body)), None
 
     def forget(self) -> None:
-        """Expects nothing any more in this launch."""
-        self._places.clear()
+        """Cancels the posted receives of this launch."""
+        self._posted.clear()
         self._into = None
 
     def part(self, passed: int) -> None:
-        """Tells the other, after `leave`, that this rank left the launch early, and which agreement it passed."""
+        """Tells the peer, after `leave`, that this rank left the launch early, and its last passed agreement."""
         if self._out and not self._out[-1].is_begun:
-            self._out.pop()  # the same of an earlier launch: any later frame says it too
+            self._out.pop()  # LEFT of an earlier launch, which any later frame implies
         self.send(LEFT, passed, memoryview(b""), None)
 
-    def send(self, kind: int, step: int, body: memoryview, batch: Batch | None) -> None:
-        """Queues a frame, and sends what the socket takes; `body` must not change until it is sent."""
+    def send(self, kind: int, step: int, body: memoryview, batch: FrameBatch | None) -> None:
+        """Queues a frame, and sends as much as the socket takes; `body` must not change until it is sent."""
         self.queue(kind, step, body, batch)
         if not self.is_blocked:
             self.push()
 
-    def queue(self, kind: int, step: int, body: memoryview, batch: Batch | None) -> None:
-        """Queues a frame, to go with the next one; `body` must not change until it is sent."""
+    def queue(self, kind: int, step: int, body: memoryview, batch: FrameBatch | None) -> None:
+        """Queues a frame, to be sent with the next one; `body` must not change until it is sent."""
         seq, nbytes = self._seq, body.nbytes
         head = _HEADER.pack(seq, kind, self._core, step, nbytes)
         self._out.append(_Outgoing(seq, head, body, batch, _HEADER.size + nbytes))
@@ -161,12 +161,12 @@ class Peer:
             batch.left += 1
 
     def push(self) -> None:
-        """Sends what the socket takes."""
+        """Sends as much as the socket takes."""
         out = self._out
         try:
             while out and not self.lost:
                 frames, parts = [out[0]], [out[0].head, out[0].body]
-                if len(out) > 1:  # an arrival, and what goes ahead with it
+                if len(out) > 1:  # an arrival, and data ahead of the kernel
                     frames.append(out[1])
                     parts += out[1].head, out[1].body
                 sent = self.sock.sendmsg(parts, (), socket.MSG_NOSIGNAL)
@@ -185,17 +185,17 @@ class Peer:
         except OSError as exc:
             self.lose(str(exc))
 
-    def expect(self, place: Place) -> bool:
-        """Registers the destination of the next frame; returns whether one that had come was looked at."""
-        place.batch.left += 1
-        self._places.append(place)
+    def expect(self, receive: PostedReceive) -> bool:
+        """Posts the receive of the next frame; returns whether a waiting frame was processed."""
+        receive.batch.left += 1
+        self._posted.append(receive)
         was_held = self.is_held
         if was_held:
             self._look()
         return was_held
 
     def pull(self) -> None:
-        """Reads what has come, as far as somebody waits for it."""
+        """Reads frames, up to one without a posted receive."""
         try:
             while not self.is_held and not self.lost:
                 if not self._need:
@@ -212,7 +212,7 @@ class Peer:
                     self._fill(nbytes)
                 self._look()
                 if nbytes < into.nbytes:
-                    return  # there is no more for now
+                    return  # the socket is empty
         except BlockingIOError:
             return
         except OSError as exc:
@@ -224,7 +224,7 @@ class Peer:
             self._into = self._into[nbytes:]
             if not self._need:
                 self._into = None
-                self._places.popleft().batch.left -= 1
+                self._posted.popleft().batch.left -= 1
 
     def _look(self) -> None:
         # Handles the frames in the buffer, up to one that has to wait.
@@ -246,16 +246,16 @@ class Peer:
                 self._lo += _HEADER.size
                 self._begin(*frame)
             else:
-                if there:  # the beginning of a header
+                if there:  # an incomplete header
                     self._buffer[:there] = bytes(self._buffer[self._lo : self._hi])
                 self._lo, self._hi = 0, there
                 return
 
     def _begin(self, seq: int, kind: int, core: int, step: int, nbytes: int) -> None:
-        # Decides where the bytes of a frame go; see the table above.
+        # Chooses the destination of a frame; see the table above.
         self.core = core if self._is_near else 0
         if not ARRIVAL <= kind <= AHEAD or nbytes > FRAME_NBYTES:
-            self.lose(f"what came is no frame of this protocol: kind {kind}, {nbytes} bytes")
+            self.lose(f"received an invalid frame: kind {kind}, {nbytes} bytes")
         elif seq < self._floor:
             self._frame, self._into, self._need = None, None, nbytes
         elif seq > self._seq:
@@ -264,20 +264,20 @@ class Peer:
             self.has_left, self.passed, self._frame = True, step, None
         elif kind == HERE:
             self.is_here, self._frame = True, None
-        elif not self._places:
+        elif not self._posted:
             self.is_held = True
         else:
-            self._put(self._places[0], kind, step, nbytes)
+            self._put(self._posted[0], kind, step, nbytes)
 
-    def _put(self, place: Place, kind: int, step: int, nbytes: int) -> None:
-        into = place.into
-        if kind == AHEAD and step == place.step and (into is None or nbytes != into.nbytes):
-            into = None  # another agreement comes instead, or all refuse this launch
+    def _put(self, receive: PostedReceive, kind: int, step: int, nbytes: int) -> None:
+        into = receive.into
+        if kind == AHEAD and step == receive.step and (into is None or nbytes != into.nbytes):
+            into = None  # another agreement follows, or all ranks refuse this launch
         elif into is None:
-            into = place.into = memoryview(bytearray(nbytes))
-        if step != place.step or (into is not None and nbytes != into.nbytes):
-            known = f"step {place.step} with {0 if into is None else into.nbytes} bytes"
-            self.lose(f"a frame of step {step} with {nbytes} bytes came where {known} was expected")
+            into = receive.into = memoryview(bytearray(nbytes))
+        if step != receive.step or (into is not None and nbytes != into.nbytes):
+            expected = f"step {receive.step} with {0 if into is None else into.nbytes} bytes"
+            self.lose(f"received a frame of step {step} with {nbytes} bytes, expected {expected}")
             return
         self._frame, self._into, self._need = None, into, nbytes
         if not nbytes and into is not None:
@@ -287,7 +287,7 @@ class Peer:
         """Ends the connection, unless it has already ended."""
         if not self.lost:
             self.lost = reason
-            with contextlib.suppress(OSError):  # so that the other end hears it, and does not wait
+            with contextlib.suppress(OSError):  # notifies the peer, which else might wait
                 self.sock.shutdown(socket.SHUT_RDWR)
 
 
@@ -296,5 +296,5 @@ def _is_near(sock: socket.socket) -> bool:
         return True
     try:
         return bool(sock.getpeername()[:1] == sock.getsockname()[:1])
-    except OSError:  # it has ended already
+    except OSError:  # already disconnected
         return False

@@ -1,4 +1,4 @@
-"""The kernels of backend `tcp`: who sends what to whom, in which chunks; `communicator` has the theory."""
+"""The kernels of backend `tcp`: their sends and receives, by chunks; `communicator` has the theory."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from raycollect.backends.kernels import (
     source,
     transfers,
 )
-from raycollect.backends.tcp.link import Link
-from raycollect.backends.tcp.peer import FRAME_NBYTES, Batch
+from raycollect.backends.tcp.link import TcpMesh
+from raycollect.backends.tcp.peer import FRAME_NBYTES, FrameBatch
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp, folded_ranks
 
-CHUNK_NBYTES = 2 << 20  # The size of all that a rank sends or stages at a time
-# (world size, bytes): the size up to which groups of at most so many ranks send arrays whole, as measured. Two ranks
-# send as many bytes either way, and wait half as often.
+CHUNK_NBYTES = 2 << 20  # The bytes that a rank sends or stages at a time
+# (world size, bytes): the size up to which groups of at most that world size send arrays whole, as measured. Two ranks
+# send equally many bytes either way, and wait half as often.
 WHOLE_UP_TO_NBYTES: tuple[tuple[int, int], ...] = ((2, 1 << 62), (4, 128 << 10), (1 << 30, 32 << 10))
-AHEAD_NBYTES = 32 << 10  # Up to this size the arrays of a reduction travel with the arrivals, if a chunk has room
+AHEAD_NBYTES = 32 << 10  # Up to this size arrays of a reduction travel with the arrivals, if they fit into a chunk
 _SLOTS = 2
 
-Steps = Iterator[Batch]  # A chunk in progress: yields the batches that it waits for
-_Fold = Callable[[Array, list[Array], Array], None]  # of a rank's own array, those of the others, and where it goes
+Steps = Iterator[FrameBatch]  # A chunk in progress: yields the batches that it waits for
+_Fold = Callable[[Array, list[Array], Array], None]  # (own array, arrays of the others, target)
 
 
 def chunk_size(dtype: np.dtype[np.generic], share: int = 1) -> int:
-    """How many elements a chunk has of which a rank sends or stages so many shares at a time."""
+    """The number of elements of a chunk, if a rank sends or stages `share` of them at a time."""
     return max(1, min(CHUNK_NBYTES // max(1, share), FRAME_NBYTES) // dtype.itemsize)
 
 
 class Staging:
-    """Memory in which chunks wait to be folded; kept across kernels, because its first touch is slow."""
+    """Memory in which chunks wait to be folded; reused by later kernels, because its first touch is slow."""
 
     def __init__(self, count: int = _SLOTS) -> None:
         self._count = count  # of chunks that may wait at once
@@ -63,25 +63,25 @@ class Staging:
         self._slots = np.empty((0, 0), np.uint8)
 
 
-class Run:
+class KernelRun:
     """One kernel in progress on one rank."""
 
-    def __init__(self, link: Link, launch: Launch, staging: Staging) -> None:
-        self._link = link
+    def __init__(self, mesh: TcpMesh, launch: Launch, staging: Staging) -> None:
+        self._mesh = mesh
         self._launch = launch
         self._staging = staging
-        self._until_s = 0.0  # it is not begun
-        self._me = link.rank
+        self._until_s = 0.0  # set by `run`
+        self._me = mesh.rank
         self._ranks = launch.ranks
         others = list(launch.ranks)
-        others.remove(link.rank)
+        others.remove(mesh.rank)
         self._others = tuple(others)
-        self._ahead: tuple[Array, list[Array], Batch] | None = None  # this rank's array, and what comes from the others
+        self._ahead: tuple[Array, list[Array], FrameBatch] | None = None  # this rank's array, and those of the others
 
     def go_ahead(self, kernel: Kernel) -> bool:
-        """Sends the array of a small reduction together with the arrival, which saves a round; False: it is none.
+        """Sends the array of a small reduction together with the arrival, which saves a round; False for other kernels.
 
-        The others stage it. Whoever refuses the launch drops it.
+        The other ranks stage it, and drop it if they refuse the launch.
         """
         if kernel.kind not in (OpKind.ALLREDUCE, OpKind.REDUCE) or not self._others:
             return False
@@ -89,21 +89,21 @@ class Run:
         most = min(AHEAD_NBYTES // src.dtype.itemsize, chunk_size(src.dtype, len(self._others)))
         if not 0 < src.size <= most or not self._is_small(src):
             return False
-        own, batch, takers = src.read(0, src.size), Batch(), _takers(kernel, self._ranks)
+        own, batch, takers = src.read(0, src.size), FrameBatch(), _takers(kernel, self._ranks)
         self._send_to(takers, own, batch, ahead=True)
         parts = self._receive(0, own, batch, ahead=True) if self._me in takers else []
         self._ahead = own, parts, batch
         return True
 
     def run(self, launch: Launch, kernel: Kernel) -> None:
-        """Runs it to its end, within the time of its launch."""
+        """Runs the kernel to its end, within the time of its launch."""
         self._launch, self._until_s = launch, time.monotonic() + launch.timeout_s
         if self._ahead is None:
             self._kernel(kernel)
             return
         own, parts, batch = self._ahead
-        # What came ahead does not show that its sender has passed the agreement.
-        self._link.wait(batch, self._launch, self._until_s, self._others)
+        # Data sent ahead does not prove that its sender has passed the agreement.
+        self._mesh.wait(batch, self._launch, self._until_s, self._others)
         if parts:
             dst = reduction(kernel)[1]
             out = dst.target(0, own.size)
@@ -116,12 +116,12 @@ class Run:
     def _go(self, row: Iterable[Steps]) -> None:
         # Runs chunks as a pipeline. In round t chunk t takes its first step, then the older ones, oldest first, wait
         # and take their next. All ranks do so, and so agree on the order of all frames of a pair.
-        older: list[tuple[Steps, Batch]] = []
+        older: list[tuple[Steps, FrameBatch]] = []
         for begun in chain(row, repeat(None)):
             newest = _next(begun) if begun is not None else []
             going = []
             for steps, batch in older:
-                self._link.wait(batch, self._launch, self._until_s)
+                self._mesh.wait(batch, self._launch, self._until_s)
                 going += _next(steps)
             older = going + newest
             if begun is None and not older:
@@ -135,9 +135,9 @@ class Run:
         return False
 
     def _barrier(self, kernel: Kernel) -> None:
-        batch = Batch()
-        self._link.greet(self._others, batch)
-        self._link.wait(batch, self._launch, self._until_s)
+        batch = FrameBatch()
+        self._mesh.greet(self._others, batch)
+        self._mesh.wait(batch, self._launch, self._until_s)
 
     def _reduction(self, kernel: Kernel) -> tuple[ReduceOp, Sequence[int], Flat, Flat | None]:
         takers = _takers(kernel, self._ranks)
@@ -169,8 +169,8 @@ class Run:
         lo: int,
         hi: int,
     ) -> Steps:
-        # A chunk that a rank sends to those that fold it, and of which it folds what the givers send.
-        own, batch = src.read(lo, hi), Batch()
+        # A chunk that a rank sends to the takers, and folds with the arrays of the givers.
+        own, batch = src.read(lo, hi), FrameBatch()
         self._send_to(takers, own, batch)
         if dst is None:
             yield batch
@@ -186,22 +186,22 @@ class Run:
         self, op: ReduceOp, src: Flat, dst: Flat | None, takers: Collection[int], turn: int, lo: int, hi: int
     ) -> Steps:
         # A chunk of which each rank folds a slice, and sends the result to the takers.
-        slices, batch = _slices(self._ranks, hi - lo), Batch()
+        slices, batch = _slices(self._ranks, hi - lo), FrameBatch()
         own, mine = src.read(lo, hi), slices[self._me]
         for rank in self._others:
-            self._link.send(rank, own[slices[rank]], batch)
+            self._mesh.send(rank, own[slices[rank]], batch)
         parts = self._receive(turn, own[mine], batch)
         yield batch
         out = dst.target(lo, hi) if dst is not None else None
         folded = out[mine] if out is not None else np.empty_like(own[mine])
         self._fold(op, own[mine], parts, folded)
         del own, parts
-        batch = Batch()
+        batch = FrameBatch()
         for rank in self._others:
             if rank in takers:
-                self._link.send(rank, folded, batch)
+                self._mesh.send(rank, folded, batch)
             if out is not None:
-                self._link.receive(rank, out[slices[rank]], batch)
+                self._mesh.receive(rank, out[slices[rank]], batch)
         yield batch
         if dst is not None and out is not None:
             dst.commit(lo, hi, out)
@@ -229,9 +229,9 @@ class Run:
         self._go(self._scattered(op, give, dst, turn, lo, hi) for turn, (lo, hi) in enumerate(metered(most, step)))
 
     def _scattered(self, op: ReduceOp, give: dict[int, Flat], dst: Flat, turn: int, lo: int, hi: int) -> Steps:
-        batch = Batch()
+        batch = FrameBatch()
         for rank in self._others:
-            self._link.send(rank, give[rank].read(*clipped(give[rank], lo, hi)), batch)
+            self._mesh.send(rank, give[rank].read(*clipped(give[rank], lo, hi)), batch)
         span = clipped(dst, lo, hi)
         own = give[self._me].read(*span)
         parts = self._receive(turn, own, batch)
@@ -240,20 +240,20 @@ class Run:
         self._fold(op, own, parts, out)
         dst.commit(*span, out)
 
-    def _send_to(self, takers: Collection[int], own: Array, batch: Batch, *, ahead: bool = False) -> None:
+    def _send_to(self, takers: Collection[int], own: Array, batch: FrameBatch, *, ahead: bool = False) -> None:
         for taker in takers:
             if taker != self._me:
-                self._link.send(taker, own, batch, ahead=ahead)
+                self._mesh.send(taker, own, batch, ahead=ahead)
 
     def _receive(
-        self, turn: int, like: Array, batch: Batch, givers: Sequence[int] | None = None, *, ahead: bool = False
+        self, turn: int, like: Array, batch: FrameBatch, givers: Sequence[int] | None = None, *, ahead: bool = False
     ) -> list[Array]:
         # Stages one array from each other rank, or from some, in rank order.
         givers = self._others if givers is None else givers
         slot = self._staging.slot(turn, len(givers) * like.nbytes).view(like.dtype)
         parts = list(slot.reshape(len(givers), like.size))
         for rank, part in zip(givers, parts, strict=True):
-            self._link.receive(rank, part, batch, ahead=ahead)
+            self._mesh.receive(rank, part, batch, ahead=ahead)
         return parts
 
     def _fold(self, op: ReduceOp, own: Array, parts: list[Array], out: Array) -> None:
@@ -276,21 +276,21 @@ class Run:
 
     def _spread(self, root: int, rest: Sequence[int], whole: Flat, lo: int, hi: int) -> Steps:
         # A chunk of which each rank but the root gets a slice, and forwards it to the others.
-        slices, batch = _slices(rest, hi - lo), Batch()
+        slices, batch = _slices(rest, hi - lo), FrameBatch()
         if self._me == root:
             own = whole.read(lo, hi)
             for rank in rest:
-                self._link.send(rank, own[slices[rank]], batch)
+                self._mesh.send(rank, own[slices[rank]], batch)
             yield batch
             return
         out = whole.target(lo, hi)
-        self._link.receive(root, out[slices[self._me]], batch)
+        self._mesh.receive(root, out[slices[self._me]], batch)
         yield batch
-        batch = Batch()
+        batch = FrameBatch()
         for rank in rest:
             if rank != self._me:
-                self._link.send(rank, out[slices[self._me]], batch)
-                self._link.receive(rank, out[slices[rank]], batch)
+                self._mesh.send(rank, out[slices[self._me]], batch)
+                self._mesh.receive(rank, out[slices[rank]], batch)
         yield batch
         whole.commit(lo, hi, out)
 
@@ -314,17 +314,17 @@ class Run:
         self._go(self._moved(give, take, lo, hi) for lo, hi in metered(most, chunk_size(like.dtype, share)))
 
     def _moved(self, give: dict[int, Flat], take: dict[int, Flat], lo: int, hi: int) -> Steps:
-        batch, taken = Batch(), []
+        batch, taken = FrameBatch(), []
         for rank, src in give.items():
             out, here = src.read(*clipped(src, lo, hi)), take.get(rank)
-            if here is not None and here.address == src.address:  # in place: what comes would be over what has to go
+            if here is not None and here.address == src.address:  # in place: received data would overwrite data to send
                 out = out.copy()
-            self._link.send(rank, out, batch)
+            self._mesh.send(rank, out, batch)
         for rank, dst in take.items():
             span = clipped(dst, lo, hi)
             into = dst.target(*span)
             taken.append((dst, span, into))
-            self._link.receive(rank, into, batch)
+            self._mesh.receive(rank, into, batch)
         yield batch
         for dst, span, into in taken:
             dst.commit(*span, into)
@@ -334,7 +334,7 @@ def _takers(kernel: Kernel, ranks: Sequence[int]) -> Sequence[int]:
     return ranks if kernel.kind is OpKind.ALLREDUCE else (kernel.peer,)
 
 
-def _next(steps: Steps) -> list[tuple[Steps, Batch]]:
+def _next(steps: Steps) -> list[tuple[Steps, FrameBatch]]:
     batch = next(steps, None)
     return [] if batch is None else [(steps, batch)]
 
@@ -344,18 +344,18 @@ def _slices(ranks: Sequence[int], size: int) -> dict[int, slice]:
     return {rank: slice(at * size // count, (at + 1) * size // count) for at, rank in enumerate(ranks)}
 
 
-_KERNELS: dict[OpKind, Callable[[Run, Kernel], None]] = {
-    OpKind.ALLREDUCE: Run._allreduce,
-    OpKind.REDUCE: Run._allreduce,
-    OpKind.BROADCAST: Run._broadcast,
-    OpKind.ALLGATHER: Run._transfer,
-    OpKind.REDUCESCATTER: Run._reducescatter,
-    OpKind.GATHER: Run._transfer,
-    OpKind.SCATTER: Run._transfer,
-    OpKind.ALLTOALL: Run._transfer,
-    OpKind.SCAN: Run._scan,
-    OpKind.EXSCAN: Run._scan,
-    OpKind.SEND: Run._send,
-    OpKind.RECV: Run._recv,
-    OpKind.BARRIER: Run._barrier,
+_KERNELS: dict[OpKind, Callable[[KernelRun, Kernel], None]] = {
+    OpKind.ALLREDUCE: KernelRun._allreduce,
+    OpKind.REDUCE: KernelRun._allreduce,
+    OpKind.BROADCAST: KernelRun._broadcast,
+    OpKind.ALLGATHER: KernelRun._transfer,
+    OpKind.REDUCESCATTER: KernelRun._reducescatter,
+    OpKind.GATHER: KernelRun._transfer,
+    OpKind.SCATTER: KernelRun._transfer,
+    OpKind.ALLTOALL: KernelRun._transfer,
+    OpKind.SCAN: KernelRun._scan,
+    OpKind.EXSCAN: KernelRun._scan,
+    OpKind.SEND: KernelRun._send,
+    OpKind.RECV: KernelRun._recv,
+    OpKind.BARRIER: KernelRun._barrier,
 }

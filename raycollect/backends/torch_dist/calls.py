@@ -1,4 +1,4 @@
-"""Calls of a `torch.distributed` library by one kernel: their options, and how to wait for them."""
+"""Calls of a `torch.distributed` library by one kernel: their options and waits."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Library:
     rank: int
     world_size: int
     group_name: str  # for errors
-    is_patient: bool  # whether a collective goes on after a wait that was too short
-    # shuts down the library's connections, and so ends what runs in its threads; None: impossible
+    is_patient: bool  # whether a collective continues after a wait that timed out
+    # shuts down the library's connections, and so ends its running calls; None: impossible
     sever: Callable[[], None] | None = None
 
 
@@ -39,14 +39,14 @@ class Calls:
     def __init__(self, library: Library, launch: Launch, look: Callable[[Launch], None]) -> None:
         self.library = library
         self.has_begun: bool = False  # whether the library has accepted any call
-        self.device: Any = None  # where the tensors are, if that is not CPU memory
-        self._open: list[Any] = []  # the works that have begun, and were not waited for to their end
+        self.device: Any = None  # the device of the tensors, unless they are in CPU memory
+        self._open: list[Any] = []  # works that have begun and not been finished
         self._launch = launch
         self._look_outside = look
         self._until_s = time.monotonic() + launch.timeout_s
 
     def options(self, cls: Any, *, op: ReduceOp | None = None, root: int | None = None) -> Any:
-        """Makes the library's options; its own threads give up when we do."""
+        """Makes the library's options; its own threads get the same time limit."""
         options = cls()
         options.timeout = self._left()
         if op is not None:
@@ -61,7 +61,7 @@ class Calls:
             self.finish(self.begin(function, *args), is_pair=is_pair)
 
     def begin(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls the library; the work goes on in its threads. Within `settled`."""
+        """Calls the library; the work continues in its threads. Called within `settled`."""
         work = function(*args)
         self.has_begun = True
         self._open.append(work)
@@ -77,7 +77,7 @@ class Calls:
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Sees to it that a failure leaves no work under way in the user's arrays."""
+        """Ensures that a failure leaves no running work in the user's arrays."""
         try:
             yield
         except BaseException:
@@ -91,20 +91,20 @@ class Calls:
         return self.library.is_patient and self.device is None
 
     def _wait(self, work: Any) -> None:
-        # A work survives a wait that was too short.
+        # A work survives a wait that timed out.
         while True:
             try:
                 work.wait(timedelta(seconds=LOOK_S))
             except RuntimeError:
                 if work.is_completed():
-                    work.wait()  # raises what it has, or it ended just now
+                    work.wait()  # raises its error, if it has failed
                     return
                 self.look()
             else:
                 return
 
     def _settle(self, work: Any) -> None:
-        # Waits until the library no longer uses the user's arrays; without its peers that is soon.
+        # Waits until the library no longer uses the user's arrays, soon after its connections were shut down.
         if self.library.sever is None or work.is_completed():
             return
         self.library.sever()
@@ -114,20 +114,21 @@ class Calls:
                 work.wait(timedelta(seconds=LOOK_S))
 
     def _wait_beside(self, work: Any) -> None:
-        # gloo ends a send or receive with a wait that is too short, other libraries the whole group: waits in a thread.
+        # A wait that times out ends a send or receive of gloo, and the whole group of other libraries: waits in a
+        # thread.
         device = self.device
 
         def wait() -> None:
             try:
                 work.wait(self._left())
-                if device is not None:  # the wait may have been one of its queue only
+                if device is not None:  # the wait may only have enqueued a wait
                     getattr(torch, device.type).synchronize(device)
             except Exception as exc:
-                if not isinstance(exc, RuntimeError):  # as all errors of torch are
+                if not isinstance(exc, RuntimeError):  # all errors of torch are
                     threads.failed("waiting for a call of torch", exc)
                 raise
 
-        waiting = threads.apart(wait)
+        waiting = threads.call_in_helper(wait)
         while not threads.has_ended(waiting, LOOK_S):
             self.look()
         waiting.result()

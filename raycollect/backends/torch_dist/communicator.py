@@ -4,12 +4,12 @@ Theory, for w ranks and n bytes. In CPU memory the library reduces and broadcast
 reduces as numpy does (`is_native`: no other dtypes, no 16-bit floats, no MIN and MAX of floats because of NaN, no
 bitwise ops), by gloo's ring with 2 (w - 1) / w x n, and BROADCAST. Everything else, and small arrays, travel on the
 mesh (`meshed`), by the kernels of backend `tcp`. In device memory each operation is the library's own, on chunks of
-`CHUNK_NBYTES` of bytes, which every library moves; it reduces whatever the dtype.
+`CHUNK_NBYTES` of bytes, which every library moves; it reduces any dtype.
 
-gloo works in the user's arrays: a copy there and back takes half as long as an allreduce. A kernel that timed out may
-still run in a thread of the library, and must not write to a tensor that belongs to the user again. So the library's
-connections are shut down, which ends the kernel, and the end is waited for. Where they can't be shut down, data is
-received in memory of our own and copied out when complete. A large array is reduced in parts (`PART_NBYTES`), several
+gloo works in the user's arrays: copying in and out takes half as long as an allreduce. A kernel that timed out may
+still run in a thread of the library, and must not write to a tensor that the user has back. So the library's
+connections are shut down, which ends the kernel, and this rank waits for its end. If they can't be shut down, data is
+received in a separate buffer and copied out when complete. A large array is reduced in parts (`PART_NBYTES`), several
 of them at the same time.
 
 Pieces of several sizes, in device memory: ALLTOALL moves exactly them, and the others pad each chunk to the largest
@@ -41,7 +41,7 @@ from raycollect.core.protocols import Joining
 from raycollect.errors import KernelError
 
 JOIN_TIMEOUT_S = 60.0
-# Here a wait that is too short leaves the collective running; elsewhere it may end the whole group
+# With these a wait that times out leaves the collective running; with others it may end the whole group
 PATIENT = frozenset({"torch:gloo", "torch:mpi", "torch:ucc"})
 CLOSE_TIMEOUT_S = 1.0  # How long to wait until the library has shut down
 _LACKING = re.compile(r"(not|n't) (yet )?(support|implement)(ed)?", re.IGNORECASE)
@@ -54,7 +54,7 @@ def create(joining: Joining) -> TorchCommunicator:
         BackendNotInstalledError: torch has no such backend here.
         InvalidGroupError: The options don't fit.
         BackendUnavailableError: The members can't connect, or this process has too few descriptors.
-        CollectiveTimeoutError: A member did not come.
+        CollectiveTimeoutError: A member did not join in time.
     """
     spec, rank = joining.spec, joining.rank
     check_descriptors(spec, rank, descriptors(spec.world_size))
@@ -87,7 +87,7 @@ class TorchCommunicator(Meshed):
         self._use = InUse(library, _shut_down, self._group_name)
 
     def meet(self) -> None:
-        """Runs a first barrier: some libraries connect at their first operation, when the rendezvous may be gone."""
+        """Runs a first barrier: some libraries connect at their first operation, when the rendezvous may have ended."""
         everyone = Launch(seq=0, ranks=tuple(range(self.world_size)), timeout_s=JOIN_TIMEOUT_S)
         self._run(everyone, Kernel(kind=OpKind.BARRIER))
 
@@ -113,9 +113,9 @@ class TorchCommunicator(Meshed):
         except BaseException as exc:
             said = str(exc.__cause__) if isinstance(exc, KernelError) else ""
             if not calls.has_begun and _LACKING.search(said):
-                found = f"{kind}, of which torch says: {said}"
+                actual = f"{kind}, of which torch says: {said}"
                 expected = f"an operation that backend {self._backend!r} has for such tensors"
-                raise self._refused(kernel, "op", found, expected) from exc
+                raise self._refused(kernel, "op", actual, expected) from exc
             self._broken = self._broken or f"{kind} of launch {launch.seq} failed in mid-kernel: {exc}"
             if calls.library.sever is not None:
                 calls.library.sever()  # wakes ranks that wait for this one inside the library
@@ -124,7 +124,7 @@ class TorchCommunicator(Meshed):
 
 def _shut_down(library: Library) -> None:
     def shut_down() -> None:
-        with suppress(AttributeError, RuntimeError):  # some only end with the last reference
+        with suppress(AttributeError, RuntimeError):  # some backends only end with the last reference
             library.backend.shutdown()
 
     threads.bounded(shut_down, CLOSE_TIMEOUT_S)

@@ -1,6 +1,6 @@
 """Makes a `torch.distributed` backend for one group, from torch's own classes but outside its process groups.
 
-`torch.distributed.init_process_group` and its default group belong to the user; nothing here touches them.
+`torch.distributed.init_process_group` and its default group belong to the user, and are not used here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from raycollect.errors import (
 )
 from raycollect.errors.text import listed
 
-c10d: Any = distributed_c10d  # torch types a part of it, another one in each release
+c10d: Any = distributed_c10d  # its type hints are partial, and differ between releases
 
 # Backend -> module and class of its options, for creators that take them
 VENDOR_OPTIONS = {
@@ -37,7 +37,7 @@ VENDOR_OPTIONS = {
 }
 
 
-class _Store(c10d.Store):  # type: ignore[misc]
+class _TorchStore(c10d.Store):  # type: ignore[misc]
     """The rendezvous as torch's store. Each key is set once, by one rank.
 
     torch's own stores do not fit: a TCPStore listens on all interfaces for anyone, a FileStore needs a shared file
@@ -48,7 +48,7 @@ class _Store(c10d.Store):  # type: ignore[misc]
         super().__init__()
         self._rendezvous = rendezvous
         self._timeout_s = timeout_s
-        self.published: list[bytes] = []  # by whomever, as far as this rank knows
+        self.published: list[bytes] = []  # of all ranks, as far as this rank has read them
 
     def set(self, key: str, value: bytes | str) -> None:
         self.published.append(value.encode() if isinstance(value, str) else bytes(value))
@@ -77,12 +77,12 @@ class _Store(c10d.Store):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What a backend is made of."""
+    """The arguments of a backend's constructor."""
 
     name: str
     spec: GroupSpec
     rank: int
-    store: _Store
+    store: _TorchStore
     host: str
     timeout: timedelta
 
@@ -125,15 +125,15 @@ def make(
         line = BUILT_IN.get(TORCH_PREFIX + name) or torch_line(TORCH_PREFIX + name)
         detail = f"torch {torch.__version__} has no distributed backend {name!r} here. Install it: {line.install}"
         raise BackendNotInstalledError(group_name=spec.name, detail=detail)
-    request = _Request(name, spec, rank, _Store(rendezvous, timeout_s), host, timedelta(seconds=timeout_s))
+    request = _Request(name, spec, rank, _TorchStore(rendezvous, timeout_s), host, timedelta(seconds=timeout_s))
     try:
-        made = _MAKERS.get(name, _make_plugin)(request)
+        backend = _MAKERS.get(name, _make_plugin)(request)
     except RaycollectError:
         raise
     except Exception as exc:
         detail = f"backend {spec.backend!r}: rank {rank} can't join from {host}: {type(exc).__name__}: {exc}"
         raise BackendUnavailableError(group_name=spec.name, detail=detail) from exc
-    return made, request.store.published if name == "gloo" else ()
+    return backend, request.store.published if name == "gloo" else ()
 
 
 def _make_gloo(request: _Request) -> Any:
@@ -147,13 +147,13 @@ def _make_gloo(request: _Request) -> Any:
 def _make_mpi(request: _Request) -> Any:
     # MPI has its own launcher; the group must equal its world.
     request.refuse_options()
-    made = c10d.ProcessGroupMPI.create([])
-    if made is None or (made.rank(), made.size()) != (request.rank, request.spec.world_size):
-        world = "no rank" if made is None else f"rank {made.rank()} of {made.size()}"
+    backend = c10d.ProcessGroupMPI.create([])
+    if backend is None or (backend.rank(), backend.size()) != (request.rank, request.spec.world_size):
+        world = "no rank" if backend is None else f"rank {backend.rank()} of {backend.size()}"
         detail = f"MPI started this process as {world}, and the group has it as rank {request.rank}"
         cure = "start the actors' processes under mpirun, and give the members the ranks that MPI gave them"
         raise BackendUnavailableError(group_name=request.spec.name, detail=f"{detail}; {cure}")
-    return made
+    return backend
 
 
 def _make_ucc(request: _Request) -> Any:

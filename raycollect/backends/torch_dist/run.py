@@ -1,4 +1,4 @@
-"""The kernels of a `torch.distributed` backend: which of its operations each uses, and on which chunks."""
+"""The kernels of a `torch.distributed` backend: the operations of each, by chunks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from raycollect.backends.torch_dist.group import c10d
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.errors import InternalError
 
-CHUNK_NBYTES = 8 << 20  # How much one call of the library moves of device tensors, or of our own copies
-LENT_NBYTES = 16 << 20  # The same where it works in the user's arrays; those with gaps are copied by so much
-# What it reduces there goes in parts of at least so much and less than twice that, `AHEAD` at a time: while one of its
-# threads reduces, the other moves. 1.1 to 1.2 times as fast as in one part, on 2 cores that were busy.
+CHUNK_NBYTES = 8 << 20  # The bytes that one call of the library moves of device tensors, or of copies
+LENT_NBYTES = 16 << 20  # The same in the user's arrays; arrays with gaps are copied by as much
+# There it reduces parts of at least this size and less than twice that, `AHEAD` at a time: while one of its threads
+# reduces, the other moves data. 1.1 to 1.2 times as fast as in one part, on 2 busy cores.
 PART_NBYTES = 4 << 20
 AHEAD = 4
 
@@ -39,7 +39,7 @@ def is_native(op: ReduceOp, dtype: str) -> bool:
 
 def host_tensor(array: Array) -> Any:
     """Wraps a flat, contiguous array as a tensor; the library must not write to one that is read-only."""
-    if not array.flags.writeable:  # torch has no read-only tensors, and warns of them
+    if not array.flags.writeable:  # torch has no read-only tensors, and would warn
         memory = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
         array = np.ndarray(array.shape, array.dtype, memoryview(memory))
     return torch.from_numpy(array)
@@ -54,7 +54,7 @@ def run(calls: Calls, launch: Launch, kernel: Kernel) -> None:
         _ON_DEVICE[kernel.kind](_DeviceRun(calls), kernel)
     elif kernel.kind is not OpKind.BARRIER:
         _ON_HOST[kernel.kind](_HostRun(calls), kernel)
-    elif len(launch.ranks) == calls.library.world_size:  # else `agree` has synchronized those that take part
+    elif len(launch.ranks) == calls.library.world_size:  # else `agree` has synchronized the participating ranks
         calls.do(calls.library.backend.barrier, calls.options(c10d.BarrierOptions))
 
 
@@ -64,7 +64,7 @@ class _Run:
         self._torch = calls.library.backend
         self._me = calls.library.rank
         self._ranks = range(calls.library.world_size)
-        # Whether the library works in the user's arrays: it does if it can be kept from writing there later.
+        # Whether the library works in the user's arrays: only if it can be kept from writing there later.
         self._lends = calls.library.sever is not None
 
 
@@ -84,8 +84,8 @@ class _HostRun(_Run):
             dst.write(lo, hi, out)
 
     def _allreduce_within(self, src: Flat, dst: Flat, op: ReduceOp) -> None:
-        # In the user's array, or copies of what has gaps, in parts that the library's threads have at the same time.
-        # The parts are the same on all ranks: they follow from the size alone.
+        # In the user's array, or in a copy of an array with gaps, by parts that the library reduces concurrently. The
+        # parts are equal on all ranks: they depend on the size only.
         step = -(-dst.size // max(1, dst.size * dst.dtype.itemsize // PART_NBYTES))
         ahead, under_way = chunks(dst.size, step), deque[tuple[Any, Array]]()
         in_place = src.direct and dst.direct and src.address == dst.address
@@ -134,10 +134,10 @@ class _HostRun(_Run):
             dst.write(lo, hi, out)
 
 
-class Row:
+class DeviceRow:
     """A tensor in device memory as a row of elements; a tensor with gaps is copied.
 
-    Chunks are tensors of bytes, which every library moves, whatever the dtype. The device's library reduces.
+    Chunks are tensors of bytes, which every library moves for any dtype. The device's library reduces.
     """
 
     def __init__(self, array: DeviceArray) -> None:
@@ -177,14 +177,14 @@ class _DeviceRun(_Run):
     """A kernel on tensors in device memory."""
 
     def allreduce(self, kernel: Kernel) -> None:
-        self._reduce(kernel, Row(kernel.dst), self._torch.allreduce, c10d.AllreduceOptions)
+        self._reduce(kernel, DeviceRow(kernel.dst), self._torch.allreduce, c10d.AllreduceOptions)
 
     def reduce(self, kernel: Kernel) -> None:
-        dst = Row(kernel.dst) if self._me == kernel.peer else None
+        dst = DeviceRow(kernel.dst) if self._me == kernel.peer else None
         self._reduce(kernel, dst, self._torch.reduce, c10d.ReduceOptions, root=kernel.peer)
 
-    def _reduce(self, kernel: Kernel, dst: Row | None, call: Any, options: Any, **root: int) -> None:
-        src, op = Row(kernel.src), reduce_op(kernel)
+    def _reduce(self, kernel: Kernel, dst: DeviceRow | None, call: Any, options: Any, **root: int) -> None:
+        src, op = DeviceRow(kernel.src), reduce_op(kernel)
         _check_same(kernel, src, dst or src)
         for lo, hi in self._chunks(src.size, src):
             out = src.read(lo, hi).clone()  # the library may write it on all ranks
@@ -194,7 +194,7 @@ class _DeviceRun(_Run):
                 dst.write(lo, hi, out)
 
     def reducescatter(self, kernel: Kernel) -> None:
-        op, src, dst = reduce_op(kernel), self._pieces(kernel, kernel.src), Row(kernel.dst)
+        op, src, dst = reduce_op(kernel), self._pieces(kernel, kernel.src), DeviceRow(kernel.dst)
         _check_same(kernel, src[self._me], dst)
         for lo, hi in self._chunks(max(piece.size for piece in src), dst, len(src)):
             span = clipped(dst, lo, hi)
@@ -210,7 +210,7 @@ class _DeviceRun(_Run):
             src, dst = (dst, None) if src is None else (src, None if dst is src else dst)
         else:
             src, dst = None, src if dst is None else dst
-        given, taken = None if src is None else Row(src), None if dst is None else Row(dst)
+        given, taken = None if src is None else DeviceRow(src), None if dst is None else DeviceRow(dst)
         whole = given or taken
         if whole is None:
             raise InternalError(detail="a broadcast without an array")
@@ -223,7 +223,7 @@ class _DeviceRun(_Run):
 
     def allgather(self, kernel: Kernel) -> None:
         # Chunks are padded to the largest piece.
-        src, dst = Row(kernel.src), self._pieces(kernel, kernel.dst)
+        src, dst = DeviceRow(kernel.src), self._pieces(kernel, kernel.dst)
         _check_same(kernel, src, dst[self._me])
         for lo, hi in self._chunks(max(piece.size for piece in dst), src, len(dst)):
             own = _padded(src, lo, hi)
@@ -234,7 +234,7 @@ class _DeviceRun(_Run):
 
     def gather(self, kernel: Kernel) -> None:
         # Chunks are padded to the largest piece: only the root knows the sizes of all.
-        src = Row(kernel.src)
+        src = DeviceRow(kernel.src)
         dst = self._pieces(kernel, kernel.dst) if self._me == kernel.peer else []
         for lo, hi in self._rounds(kernel, src, (src, *dst)):
             parts = self._collected(_padded(src, lo, hi), kernel.peer)
@@ -243,7 +243,7 @@ class _DeviceRun(_Run):
 
     def scatter(self, kernel: Kernel) -> None:
         # As in `_gather`.
-        dst = Row(kernel.dst)
+        dst = DeviceRow(kernel.dst)
         src = self._pieces(kernel, kernel.src) if self._me == kernel.peer else []
         for lo, hi in self._rounds(kernel, dst, (dst, *src)):
             give = [[_padded(piece, lo, hi) for piece in src]] if src else []
@@ -257,17 +257,17 @@ class _DeviceRun(_Run):
         for lo, hi in self._rounds(kernel, dst[0], (*src, *dst), len(dst)):
             spans = [clipped(piece, lo, hi) for piece in dst]
             give = [piece.read(*clipped(piece, lo, hi)) for piece in src]
-            came = self._exchange(give, [(stop - start) * dst[0].itemsize for start, stop in spans])
-            for piece, span, values in zip(dst, spans, came, strict=True):
+            received = self._exchange(give, [(stop - start) * dst[0].itemsize for start, stop in spans])
+            for piece, span, values in zip(dst, spans, received, strict=True):
                 piece.write(*span, values)
 
     def send(self, kernel: Kernel) -> None:
-        src = Row(kernel.src)
+        src = DeviceRow(kernel.src)
         for lo, hi in self._chunks(src.size, src):
             self._calls.do(self._torch.send, [src.read(lo, hi)], kernel.peer, 0, is_pair=True)
 
     def recv(self, kernel: Kernel) -> None:
-        dst = Row(kernel.dst)
+        dst = DeviceRow(kernel.dst)
         for lo, hi in self._chunks(dst.size, dst):
             buffer = dst.room(hi - lo)
             self._calls.do(self._torch.recv, [buffer], kernel.peer, 0, is_pair=True)
@@ -287,27 +287,27 @@ class _DeviceRun(_Run):
         self._calls.do(
             self._torch.alltoall_base, out, packed, list(take), sizes, self._calls.options(c10d.AllToAllOptions)
         )
-        came: Any = out
-        return tuple(came.split(list(take)))
+        received: Any = out
+        return tuple(received.split(list(take)))
 
-    def _pieces(self, kernel: Kernel, side: Any) -> list[Row]:
-        return [Row(piece) for piece in one_each(kernel, side, self._ranks)]
+    def _pieces(self, kernel: Kernel, side: Any) -> list[DeviceRow]:
+        return [DeviceRow(piece) for piece in one_each(kernel, side, self._ranks)]
 
-    def _chunks(self, size: int, one: Row, share: int = 1) -> Iterator[tuple[int, int]]:
-        for lo, hi in chunks(size, CHUNK_NBYTES // share // one.itemsize):
+    def _chunks(self, size: int, row: DeviceRow, share: int = 1) -> Iterator[tuple[int, int]]:
+        for lo, hi in chunks(size, CHUNK_NBYTES // share // row.itemsize):
             self._calls.look()
             yield lo, hi
 
-    def _rounds(self, kernel: Kernel, one: Row, rows: Sequence[Row], share: int = 0) -> Iterator[tuple[int, int]]:
+    def _rounds(
+        self, kernel: Kernel, row: DeviceRow, rows: Sequence[DeviceRow], share: int = 0
+    ) -> Iterator[tuple[int, int]]:
         # Cuts the largest piece of all ranks, so that all of them call the library equally often.
         if any(each.size > kernel.most for each in rows):
-            raise InternalError(
-                detail=f"{kernel.kind.value} of more than the {kernel.most} elements that were agreed on"
-            )
-        return self._chunks(kernel.most, one, share or len(self._ranks))
+            raise InternalError(detail=f"{kernel.kind.value} of more than the agreed {kernel.most} elements")
+        return self._chunks(kernel.most, row, share or len(self._ranks))
 
 
-# The others run on the mesh, see `meshed`
+# Other kernels run on the mesh; see `meshed`
 _ON_HOST: dict[OpKind, Callable[[_HostRun, Kernel], None]] = {
     OpKind.ALLREDUCE: _HostRun.allreduce,
     OpKind.BROADCAST: _HostRun.broadcast,
@@ -327,20 +327,20 @@ _ON_DEVICE: dict[OpKind, Callable[[_DeviceRun, Kernel], None]] = {
 }
 
 
-def _padded(one: Row, lo: int, hi: int) -> Any:
-    own = one.read(*clipped(one, lo, hi))
-    if own.numel() == (hi - lo) * one.itemsize:
+def _padded(row: DeviceRow, lo: int, hi: int) -> Any:
+    own = row.read(*clipped(row, lo, hi))
+    if own.numel() == (hi - lo) * row.itemsize:
         return own
-    padded = one.room(hi - lo).zero_()
+    padded = row.room(hi - lo).zero_()
     padded[: own.numel()] = own
     return padded
 
 
-def _write(one: Row, lo: int, hi: int, values: Any) -> None:
-    start, stop = clipped(one, lo, hi)
-    one.write(start, stop, values[: (stop - start) * one.itemsize])
+def _write(row: DeviceRow, lo: int, hi: int, values: Any) -> None:
+    start, stop = clipped(row, lo, hi)
+    row.write(start, stop, values[: (stop - start) * row.itemsize])
 
 
-def _check_same(kernel: Kernel, src: Row, dst: Row) -> None:
+def _check_same(kernel: Kernel, src: DeviceRow, dst: DeviceRow) -> None:
     if (src.size, src.itemsize) != (dst.size, dst.itemsize):
         raise InternalError(detail=f"{kernel.kind.value} of {src.size} elements into {dst.size}")

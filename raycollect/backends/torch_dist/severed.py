@@ -15,7 +15,7 @@ _AS_IT_IS = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
 def sever(published: Sequence[bytes]) -> None:
     """Shuts down the connections from and to the addresses on which a group's library listens; its calls then fail.
 
-    `published` is what its ranks have published, such as gloo's text of a rank: it contains addresses as in `sockaddr`.
+    `published`: the values that its ranks have published; those of gloo contain addresses as in `sockaddr`.
     """
     for link in Path("/proc/self/fd").iterdir():
         try:

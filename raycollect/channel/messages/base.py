@@ -7,7 +7,7 @@ from typing import Any
 from raycollect.core.codec import Wire
 
 Error = dict[str, Any]
-"""What `raycollect.errors.to_wire` made; `from_wire` checks it."""
+"""The result of `raycollect.errors.to_wire`; `from_wire` checks it."""
 
 
 class Message(Wire, frozen=True, tag=True):

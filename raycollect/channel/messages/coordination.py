@@ -6,7 +6,7 @@ from raycollect.channel.messages.base import Error, Message
 
 
 class Meet(Message, frozen=True, kw_only=True):
-    """A member waits at `place` with what it brings; answered by `Met` with the same `call`."""
+    """A member waits at `place` with its `blob`; answered by `Met` with the same `call`."""
 
     group_id: str
     communicator: str
@@ -16,7 +16,7 @@ class Meet(Message, frozen=True, kw_only=True):
 
 
 class Withdraw(Message, frozen=True, kw_only=True):
-    """A member gives up waiting; `timed_out`: and so ends the meeting for all who wait at its place."""
+    """A member stops waiting; with `timed_out`, this ends the meeting for all members that wait at its place."""
 
     group_id: str
     communicator: str
@@ -25,17 +25,17 @@ class Withdraw(Message, frozen=True, kw_only=True):
 
 
 class Met(Message, frozen=True, kw_only=True):
-    """Answers `Meet`, and ends it: all members were there, or some were missing, or the call can't come about.
+    """Answers `Meet`, and ends it: all members arrived, or some were missing, or the call is impossible.
 
-    `call` is that of `Meet`; with an `error` it is the number of the member's call, or 0 for whichever is under way.
+    `call` is that of `Meet`; with an `error` it is the number of the member's call, or 0 for the current call.
     """
 
     group_id: str
     communicator: str
     call: int
-    blobs: list[bytes]  # what all brought, in rank order; empty: the meeting is off
-    missing: list[int]  # the ranks that had not come to it
-    error: Error | None  # what the call has to raise
+    blobs: list[bytes]  # the blobs of all members, in rank order; empty: the meeting failed
+    missing: list[int]  # the ranks that had not arrived
+    error: Error | None  # the error for the call to raise
 
 
 class Drop(Message, frozen=True, kw_only=True):
@@ -60,7 +60,7 @@ class Publish(Message, frozen=True, kw_only=True):
 
 
 class Ask(Message, frozen=True, kw_only=True):
-    """A member asks some ranks of a communicator how far they have come, and what they are doing."""
+    """A member asks some ranks of a communicator for their position and activity."""
 
     group_id: str
     communicator: str
@@ -68,7 +68,7 @@ class Ask(Message, frozen=True, kw_only=True):
 
 
 class Answer(Message, frozen=True, kw_only=True):
-    """Answers `Ask`, to all ranks of the communicator: how far the rank is (`Position`), and what runs (`Doing`)."""
+    """Answers `Ask`, to all ranks of the communicator: the rank's position (`Position`) and activity (`Doing`)."""
 
     group_id: str
     communicator: str
@@ -80,9 +80,9 @@ class Answer(Message, frozen=True, kw_only=True):
 
 
 class Gone(Message, frozen=True, kw_only=True):
-    """A member will not take part any more: its process has ended, or it has destroyed the group on its side.
+    """A member no longer takes part: its process has ended, or it has destroyed the group on its side.
 
-    A member that destroys it says so itself, and gets its message back from a controller once that is known there.
+    A member that destroys the group sends it, and a controller sends it back as an acknowledgement.
     """
 
     group_id: str
@@ -92,10 +92,10 @@ class Gone(Message, frozen=True, kw_only=True):
 
 
 class Stuck(Message, frozen=True, kw_only=True):
-    """A member has waited for long: in a call on a communicator, in plan `seq` (no communicator), or no more (neither).
+    """A member waits for long: in a call on a communicator, in plan `seq` (no communicator), or no longer (neither).
 
-    `begun` is the latest plan that it has begun; `ranks` are all that take part in what it waits in. Of a plan the
-    participant names no group, and no ranks: the controller knows them. `is_long`: it tells so for the second time.
+    `begun` is the latest plan that it has begun; `ranks` are all ranks of the call. For a plan group and ranks are
+    empty: the controller knows them. `is_long`: this is the second report.
     """
 
     group_id: str

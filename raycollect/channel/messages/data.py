@@ -10,9 +10,9 @@ from raycollect.channel.messages.base import Error, Message
 
 
 class Fetch(Message, frozen=True, kw_only=True):
-    """Asks for the value under `key`, once no plan writes it; answered by `Fetched` or `Failed`.
+    """Requests the value under `key`, when no plan writes it; answered by `Fetched` or `Failed`.
 
-    `domain` names those processes whose memory the client can read; the server may then lend its own.
+    `domain` identifies the processes whose memory the client can read; a server among them may lend its memory.
     """
 
     domain: str = ""
@@ -20,9 +20,9 @@ class Fetch(Message, frozen=True, kw_only=True):
 
 
 class Read(Message, frozen=True, kw_only=True):
-    """Asks for boxes of the tensors under `key`; answered by `Fetched`, boxes in place of tensors, or `Failed`.
+    """Requests boxes of the tensors under `key`; answered by `Fetched`, with boxes instead of tensors, or `Failed`.
 
-    A box is the place of its tensor, that of its first element there, and its size, each but the first per dimension.
+    A box is the index of its tensor, and the position of its first element and its size per dimension.
     """
 
     boxes: list[tuple[int, tuple[int, ...], tuple[int, ...]]]
@@ -35,23 +35,23 @@ MOST_DESCRIBED_NBYTES = 64 << 20
 
 
 class Fetched(Message, frozen=True, kw_only=True):
-    """Describes the value, as msgpack in `found`; `blob_nbytes` bytes follow the frame.
+    """Describes the value, as msgpack in `description`; `blob_nbytes` bytes follow the frame.
 
-    These are its bytes, after the description where that is too long for a frame: then `found` is empty, and the
-    description takes `described_nbytes`. What is lent instead of sent is described too, and `Copied` is due.
+    These are its bytes, after the description if that is too long for a frame: then `description` is empty, and the
+    description takes `described_nbytes`. The description also covers lent memory, for which `Copied` is due.
     """
 
     blob_nbytes: Annotated[int, Meta(ge=0)] = 0
     described_nbytes: Annotated[int, Meta(ge=0, le=MOST_DESCRIBED_NBYTES)] = 0
-    found: bytes
+    description: bytes
 
 
 class Copied(Message, frozen=True, kw_only=True):
-    """Says that the client has read what it was lent; has no answer."""
+    """The client has read the lent memory; not answered."""
 
 
 class Free(Message, frozen=True, kw_only=True):
-    """Asks to drop values; answered by `Freed`."""
+    """Requests to drop values; answered by `Freed`."""
 
     keys: list[bytes]
 

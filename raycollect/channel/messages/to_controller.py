@@ -9,7 +9,7 @@ from raycollect.core.codec import Wire
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """Whoever connected is taken: the lease is granted; or it is a member of the group, whose id this is.
+    """The connection is accepted: the lease is granted, or the client is a member of the group with this id.
 
     `has_mailbox`: the participant takes letters from the controller's mailbox.
     """
@@ -32,22 +32,22 @@ class Joined(Message, frozen=True, kw_only=True):
 
 
 class Unable(Message, frozen=True, kw_only=True):
-    """Answers a request that could not be done, with the cause."""
+    """Answers a request that failed, with the cause."""
 
     request: int
     detail: str
 
 
 class Broken(Message, frozen=True, kw_only=True):
-    """This end failed, so that the state of the connection is unknown: it ends. Sent by either end, as its last."""
+    """This end failed, so the state of the connection is unknown, and it ends. The last message of either end."""
 
     detail: str
 
 
 class Arrive(Message, frozen=True, kw_only=True):
-    """A rank is in the check of launch `seq`, with what it brings to this round; it waits for all of `ranks`.
+    """A rank arrives in a round of the agreement of launch `seq`, with its `blob`, and waits for all of `ranks`.
 
-    Without a group the consistency check is that of a whole plan, and ranks are places among its participants.
+    Without a group the agreement is that of a whole plan, and ranks are indices of its participants.
     """
 
     group_id: str
@@ -66,21 +66,21 @@ class Waiting(Message, frozen=True, kw_only=True):
 
 
 class Behind(Message, frozen=True, kw_only=True):
-    """Plan `seq` is behind a call whose end this participant can't tell: an actor task has to tell it."""
+    """Plan `seq` follows a call whose end this participant can't see: an actor task has to report it."""
 
     seq: int
 
 
 class Keeps(Message, frozen=True, kw_only=True):
-    """A method of this participant returns tensors that stay here: its calls are to bring tokens (P5)."""
+    """A method of this participant returns tensors that stay here: its calls need tokens (P5)."""
 
     method: str
 
 
 class Done(Message, frozen=True, kw_only=True):
-    """This participant has ended plan `seq`; `ranks` are the places of all that are known to have run all of it.
+    """This participant has ended plan `seq`; `ranks` are the indices of all participants known to have run all of it.
 
-    `story` is the tail of its recorder where `error` is set.
+    `story` is the tail of its recorder if `error` is set.
     """
 
     seq: int
@@ -90,14 +90,14 @@ class Done(Message, frozen=True, kw_only=True):
 
 
 class Ran(Message, frozen=True, kw_only=True):
-    """This participant has ended run `seq` of a capture, and this is what it gives back; `Done` tells of failures."""
+    """This participant has ended run `seq` of a capture, with these results; failures are reported by `Done`."""
 
     seq: int
     payload: bytes
 
 
 class StoreStatistics(Wire, frozen=True, kw_only=True):
-    """How many keys hold tensors, how many memory ranges are half-written, and how many keys were freed so far."""
+    """The numbers of keys with tensors, of half-written memory ranges, and of keys freed so far."""
 
     held: int
     dirty: int
@@ -105,13 +105,13 @@ class StoreStatistics(Wire, frozen=True, kw_only=True):
 
 
 class ArenaStatistics(Wire, frozen=True, kw_only=True):
-    """What an arena holds at one moment, in bytes except for `blocks`.
+    """The state of an arena, in bytes except for `blocks`.
 
     Attributes:
-        limit: The most it may hold; 0 where there is no arena: not needed yet, switched off, or not available.
+        limit: The most it may hold; 0 without an arena: not needed yet, disabled, or not available.
         in_use: The bytes of tensors.
-        backed: The bytes with memory: those of tensors, and those kept for the next ones.
-        blocks: How many allocations there are.
+        backed: The bytes with memory: those of tensors, and those reserved for later ones.
+        blocks: The number of allocations.
         mapped: Address space for the arenas of other processes, which own the memory.
     """
 
@@ -131,11 +131,10 @@ class Surveyed(Message, frozen=True, kw_only=True):
 
 
 class Seen(Message, frozen=True, kw_only=True):
-    """Answers `Look`: what runs (`stacks.Doing`), the plans under way, the last that ended, the tail of the story.
+    """Answers `Look`: the activity (`stacks.Doing`), running plans, the last ended plan, the tail of the recorder.
 
-    `steps` says of each of the plans in `running` where it is, in words; `checks` are the launches to whose consistency
-    checks the participant came last, `checks_ms` for each of them how many milliseconds ago; `cut` is
-    `sockets.cut_links`.
+    `steps` describes the position of each plan in `running`; `checks` are the launches in whose agreements the
+    participant arrived last, `checks_ms` the milliseconds since then; `cut` is `sockets.cut_links`.
     """
 
     doing: str
@@ -151,7 +150,7 @@ class Seen(Message, frozen=True, kw_only=True):
 
 
 class Measured(Message, frozen=True, kw_only=True):
-    """Answers `Measure`: whether the plan has begun and has ended there, and the fields of `progress.BytesDone`."""
+    """Answers `Measure`: whether the plan has begun and has ended, and the fields of `progress.BytesDone`."""
 
     request: int
     has_begun: bool
@@ -162,9 +161,9 @@ class Measured(Message, frozen=True, kw_only=True):
 
 
 class Ticked(Message, frozen=True, kw_only=True):
-    """Answers `Record` and `Tick`: what `time.monotonic` shows, and what names that clock.
+    """Answers `Record` and `Tick`: the time of `time.monotonic`, and the name of that clock.
 
-    `refusal`: why nothing is recorded for this controller, in words.
+    `refusal`: the reason if nothing is recorded for this controller.
     """
 
     request: int
@@ -174,9 +173,9 @@ class Ticked(Message, frozen=True, kw_only=True):
 
 
 class Collected(Message, frozen=True, kw_only=True):
-    """Answers `Collect`: what `observe.trace.encode_recorded` made, or nothing where nothing was recorded.
+    """Answers `Collect`: the result of `observe.trace.encode_recorded`, or empty without records.
 
-    It comes in as many parts as frames need; `more`: another one follows.
+    It is sent in as many parts as frames need; `more`: another part follows.
     """
 
     request: int

@@ -9,7 +9,7 @@ from raycollect.core.model import GroupSpec, Member
 class Join(Message, frozen=True, kw_only=True):
     """Become `rank` of a group; answered by `Joined` with the same `request`.
 
-    `replaces` is the id of the group of this name in whose place it comes, as its members have changed; "": none.
+    `replaces` is the id of the group of this name that it replaces, as its members have changed; "": none.
     """
 
     group: GroupSpec
@@ -20,13 +20,13 @@ class Join(Message, frozen=True, kw_only=True):
 
 
 class Leave(Message, frozen=True, kw_only=True):
-    """Give up a group and all that it holds."""
+    """Leave a group and release its resources."""
 
     group_id: str
 
 
 class Abort(Message, frozen=True, kw_only=True):
-    """Plan `seq` will not happen: wake whoever waits in it, and refuse it when it comes."""
+    """Plan `seq` is aborted: wake threads that wait in it, and refuse it when it arrives."""
 
     seq: int
     reason: str
@@ -35,7 +35,7 @@ class Abort(Message, frozen=True, kw_only=True):
 class Arrivals(Message, frozen=True, kw_only=True):
     """The arrivals of one round of an agreement, in rank order; answers `Arrive`.
 
-    It comes in as many parts as frames need; `more`: another one follows.
+    It is sent in as many parts as frames need; `more`: another part follows.
     """
 
     group_id: str
@@ -46,49 +46,49 @@ class Arrivals(Message, frozen=True, kw_only=True):
 
 
 class Survey(Message, frozen=True, kw_only=True):
-    """Tell what your memory holds; answered by `Surveyed` with the same `request`."""
+    """Report the content of your memory; answered by `Surveyed` with the same `request`."""
 
     request: int
 
 
 class Look(Message, frozen=True, kw_only=True):
-    """Tell what you are doing; answered by `Seen` with the same `request`."""
+    """Report your activity; answered by `Seen` with the same `request`."""
 
     request: int
 
 
 class Measure(Message, frozen=True, kw_only=True):
-    """Tell how far you are in plan `seq`, or in that run of a captured step; answered by `Measured`."""
+    """Report the progress of plan `seq`, or of that run of a captured step; answered by `Measured`."""
 
     request: int
     seq: int
 
 
 class Record(Message, frozen=True, kw_only=True):
-    """Record a timeline, with so many entries at most; answered by `Ticked` with the same `request`."""
+    """Record a timeline of at most `limit` entries; answered by `Ticked` with the same `request`."""
 
     request: int
     limit: int
 
 
 class Tick(Message, frozen=True, kw_only=True):
-    """Tell what your clock shows; answered by `Ticked` with the same `request`."""
+    """Report the time of your clock; answered by `Ticked` with the same `request`."""
 
     request: int
 
 
 class Collect(Message, frozen=True, kw_only=True):
-    """Tell what you have recorded; answered by `Collected` with the same `request`. `ends`: and record no more."""
+    """Send your records; answered by `Collected` with the same `request`. `ends`: stop recording."""
 
     request: int
     ends: bool
 
 
 class Order(Message, frozen=True, kw_only=True):
-    """Run your half of a plan: what `planner.encode_order` made, where it does not come as an actor task.
+    """Run your part of a plan, encoded by `planner.encode_order`, which is not sent as an actor task.
 
-    `in_order`: as if it did, behind the task `after` and all before it (empty: there are none). Else when its operands
-    are there.
+    `in_order`: run it in the order of actor tasks, after the task `after` and all before it (empty: none). Else run it
+    when its operands are available.
     """
 
     payload: bytes
@@ -97,7 +97,7 @@ class Order(Message, frozen=True, kw_only=True):
 
 
 class Unused(Message, frozen=True, kw_only=True):
-    """Nobody holds the values of these keys any more, whose tokens came from this controller."""
+    """No reference is left to the values of these keys, whose tokens are those of this controller."""
 
     keys: list[bytes]
 
@@ -105,8 +105,8 @@ class Unused(Message, frozen=True, kw_only=True):
 class Run(Message, frozen=True, kw_only=True):
     """Do run `seq` of a capture, with these arguments, after plan `predecessor`; answered by `Ran` or `Done`.
 
-    `after` is the task of the method call behind which it comes; empty: none; `UNKNOWN_TASK`: an actor task tells when
-    it may begin. On the controller's own host runs come by the doorbell, where their arguments fit.
+    `after` is the task of the preceding method call; empty: none; `UNKNOWN_TASK`: an actor task reports when the run
+    may begin. On the controller's own host runs are sent by the doorbell, if their arguments fit.
     """
 
     capture: bytes
@@ -117,7 +117,7 @@ class Run(Message, frozen=True, kw_only=True):
 
 
 class Forget(Message, frozen=True, kw_only=True):
-    """A capture is closed: let go of all that it holds."""
+    """A capture is closed: release its resources."""
 
     capture: bytes
 

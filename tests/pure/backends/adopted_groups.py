@@ -35,7 +35,7 @@ class Threads:
 
     meetings: ClassVar[dict[str, Meeting]] = {}
     guard: ClassVar[threading.Lock] = threading.Lock()
-    made: ClassVar[list[Threads]] = []
+    instances: ClassVar[list[Threads]] = []
 
     def __init__(self, world_size: int, rank: int, group_name: str, **options: Any) -> None:
         self.world_size, self.rank, self.group_name, self.options = world_size, rank, group_name, options
@@ -43,7 +43,7 @@ class Threads:
         self.destroyed = 0
         with self.guard:
             self.meeting = self.meetings.setdefault(group_name, Meeting(world_size))
-            self.made.append(self)
+            self.instances.append(self)
 
     @classmethod
     def check_backend_availability(cls) -> bool:
@@ -124,4 +124,4 @@ def table(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is gone after it."""
     monkeypatch.setattr(backends, "BACKENDS", dict(backends.BACKENDS))
     monkeypatch.setattr(Threads, "meetings", {})
-    monkeypatch.setattr(Threads, "made", [])
+    monkeypatch.setattr(Threads, "instances", [])

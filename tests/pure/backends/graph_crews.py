@@ -48,7 +48,7 @@ class Crew:
         with caller["non-blocking"]:
             cupy_of(self.arrays[rank]).fill(100**rank * self.sums)
             come(communicator, launch, self.kernels[rank])
-        return [int(one) for one in set(read_elsewhere(self.arrays[rank], caller.other))]
+        return [int(value) for value in set(read_elsewhere(self.arrays[rank], caller.other))]
 
     def sum(self, *, long_way: tuple[int, ...] = ()) -> None:
         """Sums values that no rank has had before; the ranks of `long_way` agree and launch as at first."""
@@ -68,11 +68,11 @@ class Crew:
 
     @property
     def graphs(self) -> list[GraphCounts]:
-        return [one.graphs for one in self.team.communicators]  # type: ignore[attr-defined]
+        return [communicator.graphs for communicator in self.team.communicators]  # type: ignore[attr-defined]
 
     @property
     def launched(self) -> list[int]:
-        return [one.launched for one in self.graphs]
+        return [counts.launched for counts in self.graphs]
 
 
 MakeCrew = Callable[..., Crew]
@@ -81,17 +81,17 @@ MakeCrew = Callable[..., Crew]
 @pytest.fixture
 def crew() -> Iterator[MakeCrew]:
     """Makes a crew, on a GPU each; in the end nothing is left of their graphs."""
-    made: list[Any] = []
+    crews: list[Any] = []
 
     def make(world: int = 2, *, seed: int = 0, version: int = 22803, how: Any = lambda rank: "plain") -> Crew:
         context = team_on_gpus(world, seed=seed, nccl_version=version)
         fake, team = context.__enter__()
-        made.append((context, fake, team))
+        crews.append((context, fake, team))
         return Crew(fake, team, how)
 
     yield make
-    for context, fake, team in made:
-        for one in team.communicators:
-            one.close()
+    for context, fake, team in crews:
+        for communicator in team.communicators:
+            communicator.close()
         assert not fake.graphs
         context.__exit__(None, None, None)

@@ -19,9 +19,9 @@ from tests.pure.watched import WAIT_S
 
 @pytest.fixture
 def trio() -> Iterator[ThreadTeam]:
-    made = ThreadTeam("shm", 3)
-    yield made
-    made.close()
+    started = ThreadTeam("shm", 3)
+    yield started
+    started.close()
 
 
 def one_of_each(size: int = 200_001) -> list[Case]:
@@ -45,7 +45,7 @@ class Stop:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, part: Callable[..., bool]) -> None:
         self.reached, self.go_on = threading.Event(), threading.Event()
-        original = getattr(in_place.Work, name)
+        original = getattr(in_place.InPlaceRun, name)
 
         def held_up(work: Any, *args: Any) -> Any:
             if part(work) and not self.reached.is_set():
@@ -53,7 +53,7 @@ class Stop:
                 assert self.go_on.wait(WAIT_S)
             return original(work, *args)
 
-        monkeypatch.setattr(in_place.Work, name, held_up)
+        monkeypatch.setattr(in_place.InPlaceRun, name, held_up)
 
     def abort_others(self, team: ThreadTeam, launch: Launch, futures: list[Any]) -> None:
         """Aborts ranks 0 and 1, once rank 2 is held up."""

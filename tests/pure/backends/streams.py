@@ -28,4 +28,4 @@ def stream_of(communicator: Communicator) -> Any:
 
 
 def info(*arrays_: Any) -> list[Any]:
-    return [arrays.info(one, "cupy") for one in arrays_]
+    return [arrays.info(array, "cupy") for array in arrays_]

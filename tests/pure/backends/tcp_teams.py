@@ -21,9 +21,9 @@ def spec_of(world_size: int) -> GroupSpec:
 
 @pytest.fixture
 def team() -> Iterator[ThreadTeam]:
-    made = ThreadTeam("tcp", 3)
-    yield made
-    made.close()
+    started = ThreadTeam("tcp", 3)
+    yield started
+    started.close()
 
 
 def join_all(rendezvous: MemoryRendezvous, world: int, *hosts: str) -> list[tcp.TcpCommunicator]:

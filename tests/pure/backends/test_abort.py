@@ -28,9 +28,9 @@ from tests.pure.conformance import (
 
 @pytest.fixture(params=["local", "shm", "tcp"])
 def team(request: pytest.FixtureRequest) -> Iterator[ThreadTeam]:
-    made = ThreadTeam(request.param, 3)
-    yield made
-    made.close()
+    started = ThreadTeam(request.param, 3)
+    yield started
+    started.close()
 
 
 ONE_WAY = (OpKind.BROADCAST, OpKind.GATHER, OpKind.SCATTER)

@@ -19,14 +19,14 @@ LAYOUTS = ["plain", "offset", "every other", "reversed", "column"]
 
 @pytest.fixture(params=SEEDS)
 def fake(request):
-    with gpus(3, seed=request.param) as made:
+    with gpus(3, seed=request.param) as installed:
         for device in range(3):
-            with made.cupy.cuda.Device(device):
-                made.cupy.cuda.Stream(non_blocking=True).use()
-        yield made
+            with installed.cupy.cuda.Device(device):
+                installed.cupy.cuda.Stream(non_blocking=True).use()
+        yield installed
         for device in range(3):
-            with made.cupy.cuda.Device(device):
-                made.cupy.cuda.Stream.null.use()
+            with installed.cupy.cuda.Device(device):
+                installed.cupy.cuda.Stream.null.use()
 
 
 def _values(at, size, dtype="float32"):
@@ -39,27 +39,27 @@ def _written(fake, device, values, how="plain", library="cupy"):
         return pending(values, how, library)
 
 
-def _read(fake, one):
-    with fake.cupy.cuda.Device(one.tensor.device.id if one.library == "cupy" else one.tensor.array.device.id):
-        return read_elsewhere(one, fake.cupy.cuda.Stream(non_blocking=True))
+def _read(fake, tensor):
+    with fake.cupy.cuda.Device(tensor.tensor.device.id if tensor.library == "cupy" else tensor.tensor.array.device.id):
+        return read_elsewhere(tensor, fake.cupy.cuda.Stream(non_blocking=True))
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("how", LAYOUTS)
 def test_tensors_of_all_gpus_are_brought_to_one(fake, size, how):
     given = [_written(fake, at, _values(at, size), how) for at in range(3)]
-    made = across.brought([one for one in given for _ in range(2)], 1)
+    copies = across.brought([tensor for tensor in given for _ in range(2)], 1)
     across.ended([1])
-    assert {one.device for one in made} == {"cuda:1"}
-    for place, one in enumerate(made):
-        np.testing.assert_array_equal(_read(fake, one), _values(place // 2, size))
+    assert {tensor.device for tensor in copies} == {"cuda:1"}
+    for place, tensor in enumerate(copies):
+        np.testing.assert_array_equal(_read(fake, tensor), _values(place // 2, size))
 
 
 def test_the_fold_of_sums_goes_from_left_to_right(fake):
     values = [np.array([1e8], np.float32), np.array([1.0], np.float32), np.array([-1e8], np.float32)]
-    made = across.folded([[_written(fake, at, one)] for at, one in enumerate(values)], ReduceOp.SUM, 2)
+    sums = across.folded([[_written(fake, at, value)] for at, value in enumerate(values)], ReduceOp.SUM, 2)
     across.ended([2])
-    assert _read(fake, made[0]) == (values[0] + values[1]) + values[2]
+    assert _read(fake, sums[0]) == (values[0] + values[1]) + values[2]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -74,8 +74,8 @@ def test_tensors_are_spread_behind_what_is_under_way_on_both_gpus(fake, size, so
         taken = [_written(fake, device, _values(9, size), target, library) for _ in range(2)]
         across.spread(given, taken)
         across.ended([device])
-        for at, one in enumerate(taken):
-            np.testing.assert_array_equal(_read(fake, one), _values(at, size))
+        for at, tensor in enumerate(taken):
+            np.testing.assert_array_equal(_read(fake, tensor), _values(at, size))
             np.testing.assert_array_equal(_read(fake, given[at]), _values(at, size))
 
 
@@ -85,7 +85,7 @@ def test_tensors_are_spread_behind_what_is_under_way_on_both_gpus(fake, size, so
         (ReduceOp.SUM, "float32", 4, None),
         (ReduceOp.AVG, "int32", 1, "AVG of int32"),
         (ReduceOp.SUM, "bfloat16", 1, None),
-        (ReduceOp.SUM, "bfloat16", 2, "cupy has no such type"),
+        (ReduceOp.SUM, "bfloat16", 2, "cupy lacks this type"),
     ],
 )
 def test_what_can_not_be_folded(op, dtype, count, words):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raycollect.backends.shm.staged import Staged
+from raycollect.backends.shm.staged import StagedKernels
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.errors import (
     CollectiveTimeoutError,
@@ -47,10 +47,10 @@ def again(communicator: Any, launch: Launch, kernel: Kernel, arrival: bytes, exp
     """One whole launch of a kernel that was run before; gives what all brought, or None if that was expected."""
     ok = False
     try:
-        found = communicator.agree(launch, arrival, kernel, expected)
+        brought = communicator.agree(launch, arrival, kernel, expected)
         communicator.launch(launch, (kernel,))
         ok = True
-        return None if found is expected else found
+        return None if brought is expected else brought
     finally:
         communicator.end(launch, ok)
 
@@ -192,12 +192,18 @@ def test_after_a_refusal_it_goes_to_the_same_check(
     crew.sum()
     launch = pair.launch(timeout_s=5.0)
     expected, kernels = crew.expected[launch.ranks], crew.kernels
-    other = pair.start(1, lambda one: (one.agree(launch, b"as ever", kernels[1], expected), one.end(launch, False)))
+    other = pair.start(
+        1,
+        lambda communicator: (
+            communicator.agree(launch, b"as ever", kernels[1], expected),
+            communicator.end(launch, False),
+        ),
+    )
     communicator: Any = pair.communicators[0]
     with monkeypatch.context() as patch:
-        stage_again = Staged.stage_again
-        patch.setattr(Staged, "stage_again", lambda self, *args: self._rank and stage_again(self, *args))
-        patch.setattr(Staged, "stage", _refused)
+        stage_again = StagedKernels.stage_again
+        patch.setattr(StagedKernels, "stage_again", lambda self, *args: self._rank and stage_again(self, *args))
+        patch.setattr(StagedKernels, "stage", _refused)
         with pytest.raises(UnsupportedError):
             communicator.agree(launch, b"as ever", kernels[0], expected)
     brought = [b"why", b"as ever"]
@@ -237,10 +243,10 @@ def test_after_a_check_that_nobody_passes_it_ends_and_comes_again(team: MakeTeam
 @pytest.mark.parametrize("size", [5000, 50_000])
 def test_an_array_that_comes_to_lie_in_shared_memory_is_summed(size: int) -> None:
     """On one rank, in a loop: the other goes on as in the runs before."""
-    one = Loop("shm", [np.zeros(size), Rebound(np.zeros(size))], timeout_s=5.0)
+    loop = Loop("shm", [np.zeros(size), Rebound(np.zeros(size))], timeout_s=5.0)
     try:
         for make in (np.zeros, tensors.zeros, np.zeros, tensors.zeros):
-            one.values[1].array = make(size)
-            one.must()
+            loop.values[1].array = make(size)
+            loop.must()
     finally:
-        one.close()
+        loop.close()

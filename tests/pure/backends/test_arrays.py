@@ -43,8 +43,8 @@ class Capsule:
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.device, 0
 
-    def __dlpack__(self, **asked: Any) -> Any:
-        return self.array.__dlpack__(**asked)
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
 
 
 class OldCapsule(Capsule):
@@ -53,7 +53,7 @@ class OldCapsule(Capsule):
 
 
 class Failing(Capsule):
-    def __dlpack__(self, **asked: Any) -> Any:
+    def __dlpack__(self, **options: Any) -> Any:
         raise RuntimeError("not now")
 
 
@@ -175,10 +175,10 @@ def test_which_torch_tensors_are_tensors() -> None:
 @pytest.mark.parametrize("shape", [(), (0, 3), (2, 5)])
 def test_empty_makes_what_describes_itself_so(library: str, dtype: str, shape: tuple[int, ...]) -> None:
     wanted = TensorInfo(shape=shape, dtype=dtype, itemsize=np.dtype(dtype).itemsize, library=library)
-    made = arrays.empty(wanted)
-    assert arrays.library(made) == library
-    assert arrays.describe(made) == wanted
-    assert arrays.view(made).flags.c_contiguous
+    array = arrays.empty(wanted)
+    assert arrays.library(array) == library
+    assert arrays.describe(array) == wanted
+    assert arrays.view(array).flags.c_contiguous
 
 
 def test_too_much_memory_is_a_memory_error() -> None:

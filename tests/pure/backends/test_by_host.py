@@ -17,7 +17,7 @@ from raycollect import backends
 from raycollect.backends.tcp import by_host
 from raycollect.backends.tcp import communicator as tcp
 from raycollect.backends.tcp import run as _tcp_run
-from raycollect.backends.tcp.link import Link
+from raycollect.backends.tcp.link import TcpMesh
 from raycollect.core.model import RANK_ORDER, GroupSpec, OpKind, ReduceOp
 from raycollect.core.protocols import Joining
 from raycollect.errors import InvalidGroupError
@@ -65,19 +65,19 @@ class HostsTeam(ThreadTeam):
 @pytest.fixture
 def team_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., HostsTeam]]:
     """Makes teams with small chunks, so that small arrays take several."""
-    made: list[HostsTeam] = []
+    teams: list[HostsTeam] = []
 
     def make(place: str, *options: tuple[str, Any], backend: str = "tcp") -> HostsTeam:
         for module in (_tcp_run, by_host):
             monkeypatch.setattr(module, "CHUNK_NBYTES", CHUNK_NBYTES)
         hosts = PLACES[place]
-        made.append(HostsTeam(hosts, *options, backend=backend))
-        if not made[-1].in_rank_order:
+        teams.append(HostsTeam(hosts, *options, backend=backend))
+        if not teams[-1].in_rank_order:
             monkeypatch.setattr(conformance, "_folded", lambda *case: folded(hosts, *case))
-        return made[-1]
+        return teams[-1]
 
     yield make
-    for team in made:
+    for team in teams:
         team.close()
 
 
@@ -121,7 +121,7 @@ SELECTED = pairwise(PARAMETERS, {two: rule for two, rule in CASE_RULES.items() i
 def test_every_kernel_is_right_and_folds_host_by_host(team_of, place, staged):
     team = team_of(place)
     world = team.world_size
-    cases = [Case(**one, peer=(one["root"] + 1) % world) for one in SELECTED if one["root"] < world]
+    cases = [Case(**selected, peer=(selected["root"] + 1) % world) for selected in SELECTED if selected["root"] < world]
     check_cases(team, cases, staged=staged)
 
 
@@ -163,7 +163,7 @@ MINIMUM = {
 def test_a_host_sends_the_minimum(team_of, monkeypatch, backend, kind, place, hosts, ranks):
     team, places = team_of(place, backend=backend), PLACES[place]
     sent, inside, lock = Counter[int](), 0, threading.Lock()
-    send = Link.send
+    send = TcpMesh.send
 
     def counted(link, rank, array, batch):
         nonlocal inside
@@ -174,15 +174,15 @@ def test_a_host_sends_the_minimum(team_of, monkeypatch, backend, kind, place, ho
                 inside += array.nbytes
         send(link, rank, array, batch)
 
-    monkeypatch.setattr(Link, "send", counted)
+    monkeypatch.setattr(TcpMesh, "send", counted)
     size = 60_000
     op = ReduceOp.SUM if kind in FOLDING else None
     check_cases(team, [Case(kind=kind, dtype="float32", size=size, op=op)])
     assert max(sent.values()) <= 1.001 * MINIMUM[kind](hosts, ranks) * 4 * size
     given = size * 4 // (team.world_size if kind is OpKind.ALLGATHER else 1)
-    told = priced(kind, backends.get(backend).pricing, Topology.of(places)).traffic(given)
-    assert sum(sent.values()) == pytest.approx(told[1], rel=0.001), "as the planner tells"
-    assert inside == pytest.approx(told[0], rel=0.2 if kind is OpKind.REDUCE else 0.001)
+    predicted = priced(kind, backends.get(backend).pricing, Topology.of(places)).traffic(given)
+    assert sum(sent.values()) == pytest.approx(predicted[1], rel=0.001), "as the planner tells"
+    assert inside == pytest.approx(predicted[0], rel=0.2 if kind is OpKind.REDUCE else 0.001)
 
 
 @pytest.mark.parametrize("value", [True, "yes", None])

@@ -100,8 +100,8 @@ def team_of(request: pytest.FixtureRequest, workers: Workers) -> Iterator[TeamOf
         return teams[world_size]
 
     yield team
-    for made in teams.values():
-        made.close()
+    for team in teams.values():
+        team.close()
 
 
 # ------------------------------------------------------------------------------- the product
@@ -120,7 +120,7 @@ def case_of(chosen: dict) -> Case:
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_two_values_meet(team_of: TeamOf, world: int, staged: bool) -> None:
-    chosen = [case_of(one) for one in SELECTED if (one["world"], one["staged"]) == (world, staged)]
+    chosen = [case_of(values) for values in SELECTED if (values["world"], values["staged"]) == (world, staged)]
     check_cases(team_of(world), chosen, staged=staged)
 
 
@@ -151,14 +151,14 @@ def test_short_floats_are_summed_in_float32(team_of: TeamOf, dtype: str) -> None
     """One step of the short type from 1 on, and then halves of it: they would each be rounded away."""
     team = team_of(5)
     for result in team.must(body_sum_of_halves, team.launch(), dtype):
-        one, halves = np.ones(1, dtype).astype(np.float32), _half_step(dtype).astype(np.float32)
-        assert result == np.asarray(one + 4 * halves, dtype).astype(np.float64).item()
+        unit, halves = np.ones(1, dtype).astype(np.float32), _half_step(dtype).astype(np.float32)
+        assert result == np.asarray(unit + 4 * halves, dtype).astype(np.float64).item()
         assert result > 1
 
 
 def _half_step(dtype: str) -> np.ndarray:
-    one = np.ones(1, dtype)
-    bits = one.view(f"u{one.itemsize}") + 1
+    unit = np.ones(1, dtype)
+    bits = unit.view(f"u{unit.itemsize}") + 1
     return ((bits.view(dtype).astype(np.float64) - 1) / 2).astype(dtype)
 
 
@@ -236,7 +236,10 @@ def body_refuse(communicator: Communicator, launch: Launch) -> list[bytes]:
 def test_send_between_all_pairs_while_others_idle(team_of: TeamOf, size: int) -> None:
     team = team_of(3)
     pairs = ((0, 1), (1, 0), (2, 0), (1, 2))
-    check_cases(team, [Case(kind=OpKind.SEND, dtype="float32", size=size, root=one, peer=two) for one, two in pairs])
+    check_cases(
+        team,
+        [Case(kind=OpKind.SEND, dtype="float32", size=size, root=sender, peer=receiver) for sender, receiver in pairs],
+    )
     check_allreduce(team, ReduceOp.SUM, "int64", 1024, "plain", True)
 
 
@@ -284,21 +287,21 @@ def body_loop(
     communicator: Communicator, launches: Sequence[Launch], size: int, expecting: Sequence[int], odd: int
 ) -> list[Any]:
     """Sums again and again; the ranks `expecting` expect what was brought first, and in the end one brings another."""
-    rank, found, known = communicator.rank, [], None
+    rank, results, expected = communicator.rank, [], None
     array = np.ones(size, np.int64)
     kernel = sum_of(array)
     for turn, launch in enumerate(launches):
         array[:] = turn
         arrival, ok = b"another" if (turn, rank) == (len(launches) - 1, odd) else b"as ever", False
         try:
-            brought = communicator.agree(launch, arrival, kernel, known if rank in expecting else None)
+            brought = communicator.agree(launch, arrival, kernel, expected if rank in expecting else None)
             communicator.launch(launch, (kernel,))
             ok = True
         finally:
             communicator.end(launch, ok)
-        found.append((brought is known, list(map(bytes, brought)), set(array.tolist())))
-        known = known or brought
-    return found
+        results.append((brought is expected, list(map(bytes, brought)), set(array.tolist())))
+        expected = expected or brought
+    return results
 
 
 @pytest.mark.parametrize("size", [1, 5000, 70_000])
@@ -308,10 +311,10 @@ def test_what_all_bring_again_is_given_as_the_very_object_that_is_expected(
 ) -> None:
     team = team_of(3)
     launches = [team.launch() for _ in range(5)]
-    for rank, found in enumerate(team.must(body_loop, launches, size, expecting, 1)):
-        assert [known for known, _, _ in found] == [False, *[rank in expecting] * 3, False]
-        assert [brought for _, brought, _ in found] == [[b"as ever"] * 3] * 4 + [[b"as ever", b"another", b"as ever"]]
-        assert [sums for _, _, sums in found] == [{3 * turn} for turn in range(5)]
+    for rank, results in enumerate(team.must(body_loop, launches, size, expecting, 1)):
+        assert [is_expected for is_expected, _, _ in results] == [False, *[rank in expecting] * 3, False]
+        assert [brought for _, brought, _ in results] == [[b"as ever"] * 3] * 4 + [[b"as ever", b"another", b"as ever"]]
+        assert [sums for _, _, sums in results] == [{3 * turn} for turn in range(5)]
 
 
 # ------------------------------------------------------------------------------- the check, and what is wrong

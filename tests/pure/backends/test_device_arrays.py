@@ -19,8 +19,8 @@ from tests.fake_cupy import Fake, installed
 
 @pytest.fixture(params=[0, 1])
 def fake(request: pytest.FixtureRequest) -> Iterator[Fake]:
-    with installed(2, seed=request.param) as made:
-        yield made
+    with installed(2, seed=request.param) as fake_cupy:
+        yield fake_cupy
 
 
 LAYOUTS = {
@@ -59,7 +59,7 @@ def test_everything_about_where_it_lies_is_as_of_the_same_array_of_numpy(fake: F
 
 def test_views_overlap_and_share_their_owner(fake: Fake) -> None:
     whole = fake.cupy.zeros(12, np.float32)
-    even, odd, first = (DeviceArray(one) for one in (whole[::2], whole[1::2], whole[:3]))
+    even, odd, first = (DeviceArray(view) for view in (whole[::2], whole[1::2], whole[:3]))
     assert not arrays.overlap(even, odd)
     assert arrays.overlap(even, first)
     assert arrays.owner(whole[2:]) is arrays.owner(whole)
@@ -76,8 +76,8 @@ class ReadOnly:
 class ByInterface(ReadOnly):
     @property
     def __cuda_array_interface__(self) -> Any:
-        found = self.array.__cuda_array_interface__
-        return found | {"data": (found["data"][0], True)}
+        interface = self.array.__cuda_array_interface__
+        return interface | {"data": (interface["data"][0], True)}
 
 
 class ByDlpack(ReadOnly):
@@ -121,8 +121,8 @@ def test_what_says_nothing_of_its_memory_is_no_tensor(fake: Fake) -> None:
 @pytest.mark.parametrize("dtype", [np.dtype("float32"), np.dtype(ml_dtypes.bfloat16), np.dtype("complex64")])
 def test_an_output_is_made_on_its_device(fake: Fake, device: int, dtype: np.dtype[Any]) -> None:
     info = TensorInfo(shape=(3, 5), dtype=dtype.name, itemsize=dtype.itemsize, device=f"cuda:{device}", library="cupy")
-    made = arrays.empty(info)
-    assert arrays.describe(made) == info
+    output = arrays.empty(info)
+    assert arrays.describe(output) == info
     fake.limit(fake.allocated(device) + 10, device)
     with pytest.raises(MemoryError):
         arrays.empty(info)

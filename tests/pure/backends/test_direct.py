@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from raycollect.backends.shm import direct, in_place
-from raycollect.backends.shm.staged import Staged
+from raycollect.backends.shm.staged import StagedKernels
 from raycollect.core.model import BufferRef, Kernel, OpKind, ReduceOp, Segment
 from raycollect.core.protocols import Communicator, SegmentSource
 from raycollect.errors import CollectiveTimeoutError, KernelError, PlanAbortedError
@@ -59,9 +59,11 @@ def test_nothing_is_staged(monkeypatch: pytest.MonkeyPatch, trio: ThreadTeam, ca
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("a kernel was staged")
 
-    monkeypatch.setattr(Staged, "run", refuse)
+    monkeypatch.setattr(StagedKernels, "run", refuse)
     check_cases(trio, [case])
-    monkeypatch.setattr(Staged, "stage", lambda self, launch, kernel: self._outgoing(launch, kernel) and refuse())
+    monkeypatch.setattr(
+        StagedKernels, "stage", lambda self, launch, kernel: self._outgoing(launch, kernel) and refuse()
+    )
     check_cases(trio, [case], staged=True)
 
 
@@ -119,13 +121,13 @@ class Blind(SegmentSource):
     """A process whose memory others can see, and which can't see theirs."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.attempts = 0
 
     def locate(self, address: int, nbytes: int) -> BufferRef | None:
         return Segments.current().locate(address, nbytes)
 
     def open(self, segment: Segment) -> Any:
-        self.asked += 1
+        self.attempts += 1
         raise OSError(13, "Permission denied")
 
 
@@ -135,13 +137,13 @@ def test_where_one_rank_can_not_map_all_stage_and_it_is_not_asked_again(staged: 
     team = ThreadTeam("shm", 3, lambda rank: blind if rank == 2 else Segments.current())
     for _ in range(2):
         check_cases(team, [case for case in one_of_each() if case.kind is not OpKind.SEND], staged=staged)
-    assert blind.asked == 1
+    assert blind.attempts == 1
     team.close()
 
 
 def test_ranks_that_see_each_other_work_in_place_beside_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     team = ThreadTeam("shm", 3, lambda rank: Blind() if rank == 0 else Segments.current())
-    monkeypatch.setattr(Staged, "run", None)
+    monkeypatch.setattr(StagedKernels, "run", None)
     (send,) = (case for case in one_of_each() if case.kind is OpKind.SEND)
     check_cases(team, [send, send])
     team.close()

@@ -84,7 +84,7 @@ def test_many_kernels_with_one_meeting(kind: OpKind, world: int, layouts: tuple[
     root = world // 2 if kind is not OpKind.ALLREDUCE else -1
     sizes = [200_001, 3, 0, 70_000, 1, 300_000, 64]
     given = [[rng.standard_normal(n).astype("f8" if n % 2 else "f4") for n in sizes] for _ in team.everyone]
-    arrays = [[ORDINARY[lay](one) for lay, one in zip(layouts, mine, strict=True)] for mine in given]
+    arrays = [[ORDINARY[lay](array) for lay, array in zip(layouts, mine, strict=True)] for mine in given]
 
     def body(communicator: Communicator, launch: Launch) -> int:
         return together(communicator, launch, kernels_of(kind, communicator.rank, arrays[communicator.rank], root))

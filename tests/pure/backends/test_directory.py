@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from raycollect.backends.arrays import Array
-from raycollect.backends.shm.directory import GIVES, Directory, Listing, Places, directory_nbytes
+from raycollect.backends.shm.directory import GIVES, ArrayDirectory, Listing, Places, directory_nbytes
 from raycollect.core import threads
 from raycollect.core.model import BufferRef, Segment
 
@@ -37,7 +37,7 @@ class Ranks:
         memory = memoryview(bytearray(directory_nbytes(world_size)))
         self.sources = [Source() for _ in range(world_size)]
         self.all = [
-            Directory(memory, rank, world_size, source)  # type: ignore[arg-type]
+            ArrayDirectory(memory, rank, world_size, source)  # type: ignore[arg-type]
             for rank, source in enumerate(self.sources)
         ]
 
@@ -48,8 +48,8 @@ class Ranks:
 
     def read(self, ranks: Sequence[int]) -> list[list[Listing]]:
         barrier = threading.Barrier(len(ranks))
-        reading = [threads.apart(self.all[rank].read, ranks, partial(met, barrier)) for rank in ranks]
-        return [one.result(WAIT_S) for one in reading]
+        reading = [threads.call_in_helper(self.all[rank].read, ranks, partial(met, barrier)) for rank in ranks]
+        return [future.result(WAIT_S) for future in reading]
 
 
 def met(barrier: threading.Barrier) -> None:
@@ -63,17 +63,17 @@ def segment(number: int) -> Segment:
 @pytest.mark.parametrize("failed", [True, False], ids=["in a launch that failed", "to another rank"])
 def test_what_was_offered_otherwise_counts_for_nobody(failed: bool) -> None:
     """A rank that can't map it says so at the barrier, and all ranks go another way."""
-    made, mine, other = Ranks(3), segment(1), segment(2)
+    ranks, mine, other = Ranks(3), segment(1), segment(2)
     if failed:
-        made.write((0, 1), (mine, None))  # nobody reads it
+        ranks.write((0, 1), (mine, None))  # nobody reads it
     else:
-        made.write((0, 2), (mine, None))
-        made.read((0, 2))
-        made.all[1].turn = made.all[0].turn
-    made.write((0, 1), (None, other))
-    made.read((0, 1))
-    made.sources[1].refused.add(mine)
-    made.write((0, 1), (mine, None))
-    assert [[one.arrays for one in listings] for listings in made.read((0, 1))] == [[(), ()], [(), ()]]
-    assert not made.all[0].is_open
-    assert not made.all[1].is_open
+        ranks.write((0, 2), (mine, None))
+        ranks.read((0, 2))
+        ranks.all[1].turn = ranks.all[0].turn
+    ranks.write((0, 1), (None, other))
+    ranks.read((0, 1))
+    ranks.sources[1].refused.add(mine)
+    ranks.write((0, 1), (mine, None))
+    assert [[listing.arrays for listing in listings] for listings in ranks.read((0, 1))] == [[(), ()], [(), ()]]
+    assert not ranks.all[0].is_open
+    assert not ranks.all[1].is_open

@@ -38,11 +38,11 @@ class Full(socket.socket):
     """Listens, and has no room for whoever calls: so many times."""
 
     times = 0
-    asked = 0
+    attempts = 0
 
     def accept(self) -> tuple[socket.socket, Any]:
-        Full.asked += 1
-        if Full.asked > Full.times:
+        Full.attempts += 1
+        if Full.attempts > Full.times:
             return super().accept()
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -53,7 +53,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> type[Full]:
     listen = sockets.listen
     monkeypatch.setattr(sockets, "listen", lambda host: Full(fileno=listen(host).detach()))
     monkeypatch.setattr(sockets, "listen_locally", lambda: None)
-    monkeypatch.setattr(Full, "asked", 0)
+    monkeypatch.setattr(Full, "attempts", 0)
     return Full
 
 
@@ -62,9 +62,9 @@ def test_who_has_no_room_for_a_member_takes_it_later(full: type[Full], monkeypat
     rendezvous = MemoryRendezvous()
     with ThreadPoolExecutor(2) as threads:
         joins = [threads.submit(tcp.create, Joining(spec_of(2), rank, rendezvous, NO_EXCHANGE)) for rank in range(2)]
-    for one in joins:
-        one.result().close()
-    assert full.asked == 3
+    for pending in joins:
+        pending.result().close()
+    assert full.attempts == 3
 
 
 def test_who_has_no_room_says_so_and_does_not_spin(full: type[Full], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_who_has_no_room_says_so_and_does_not_spin(full: type[Full], monkeypatch
     assert isinstance(late, CollectiveTimeoutError)
     assert late.missing == (1,)
     assert "no connection can be accepted for now: [Errno 24] Too many open files" in late.detail
-    assert 1 <= full.asked <= 4
+    assert 1 <= full.attempts <= 4
 
 
 # ------------------------------------------------------------------------------- values
@@ -104,11 +104,11 @@ class Holder:
 
 @pytest.fixture
 def holder() -> Iterator[Holder]:
-    made = Holder()
-    made.store.put(KEY, contain(np.arange(3.0)))
-    yield made
+    started = Holder()
+    started.store.put(KEY, contain(np.arange(3.0)))
+    yield started
     fetching.close_idle()
-    made.server.close()
+    started.server.close()
 
 
 def get(address: Address, timeout_s: float) -> Any:
@@ -117,25 +117,25 @@ def get(address: Address, timeout_s: float) -> Any:
 
 def refusing(monkeypatch: pytest.MonkeyPatch, times: int, number: int) -> list[int]:
     """Has so many connections fail; gives what counts them."""
-    original, asked = socket.socket.connect, [0]
+    original, attempts = socket.socket.connect, [0]
 
     def connect(sock: socket.socket, place: Any) -> None:
-        asked[0] += 1
-        if asked[0] <= times:
+        attempts[0] += 1
+        if attempts[0] <= times:
             raise OSError(number, os.strerror(number))
         original(sock, place)
 
     monkeypatch.setattr(socket.socket, "connect", connect)
-    return asked
+    return attempts
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EHOSTUNREACH])
 def test_who_can_not_connect_for_a_moment_asks_again(
     holder: Holder, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    asked = refusing(monkeypatch, 2, number)
+    attempts = refusing(monkeypatch, 2, number)
     np.testing.assert_array_equal(get(holder.server.address, 20), np.arange(3.0))
-    assert asked == [3]
+    assert attempts == [3]
 
 
 def test_where_nobody_listens_any_more_the_value_is_lost(holder: Holder) -> None:

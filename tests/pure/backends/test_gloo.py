@@ -32,18 +32,18 @@ library = pytest.importorskip("raycollect.backends.gloo.library", reason="no glo
 
 @pytest.fixture
 def team(workers: Workers) -> Iterator[ProcessTeam]:
-    made = ProcessTeam("gloo", 4, workers(4))
-    yield made
-    made.close()
+    started = ProcessTeam("gloo", 4, workers(4))
+    yield started
+    started.close()
 
 
 @pytest.fixture
 def mortals() -> Iterator[ProcessTeam]:
     """Two ranks, of which one may be killed."""
     made_workers = [Worker() for _ in range(2)]
-    made = ProcessTeam("gloo", 2, made_workers)
-    yield made
-    made.close()
+    started = ProcessTeam("gloo", 2, made_workers)
+    yield started
+    started.close()
     for worker in made_workers:
         worker.close()
 
@@ -123,9 +123,9 @@ def test_who_leaves_before_a_kernel_breaks_the_group_only_if_the_library_runs_it
     team: ProcessTeam, is_large: bool
 ) -> None:
     results = team.run(body_leave_or_run, team.launch(), MESH_UP_TO_NBYTES[0][1] // 4 + is_large)
-    assert all(isinstance(one, PlanAbortedError) for rank, one in enumerate(results) if rank != 1), results
+    assert all(isinstance(result, PlanAbortedError) for rank, result in enumerate(results) if rank != 1), results
     if is_large:
-        assert all(isinstance(one, GroupBrokenError) for one in team.run(body_arrive, team.launch()))
+        assert all(isinstance(result, GroupBrokenError) for result in team.run(body_arrive, team.launch()))
     else:
         check_allreduce(team, ReduceOp.SUM, "int64", 1024, "plain", True)
 
@@ -162,13 +162,13 @@ def test_a_rank_that_stops_in_a_kernel_of_the_library_is_named_in_time(workers: 
         assert through[0].result(20) is None
         began_s = time.monotonic()
         with stopped(pid):
-            late = [one.result(limit_s + 20) for one in through[1:]]
+            late = [result.result(limit_s + 20) for result in through[1:]]
             lasted_s = time.monotonic() - began_s
-        blamed = [one for one in late if isinstance(one, CollectiveTimeoutError)]
+        blamed = [result for result in late if isinstance(result, CollectiveTimeoutError)]
         assert blamed, late
-        assert {(one.missing, one.timeout_s) for one in blamed} == {((1,), 1.5)}
-        assert {one.within for one in blamed} <= {(1, 2), (0, 1)}
-        assert all(isinstance(one, CollectiveTimeoutError | PlanAbortedError) for one in late), late
+        assert {(result.missing, result.timeout_s) for result in blamed} == {((1,), 1.5)}
+        assert {result.within for result in blamed} <= {(1, 2), (0, 1)}
+        assert all(isinstance(result, CollectiveTimeoutError | PlanAbortedError) for result in late), late
         assert lasted_s < limit_s + ANSWER_S + 3, "the machine may be busy"
     finally:
         team.close()
@@ -217,7 +217,7 @@ def test_one_rank_may_have_its_tensors_on_a_gpu(workers: Workers) -> None:
     team = ProcessTeam("gloo", 2, workers(2))
     try:
         for on_gpu in range(2):
-            found = team.must(body_staged, [team.launch() for _ in range(3)], on_gpu)
-            assert found == [[[3.0] * 6, [7.0] * 3, [1.0] * 2, [2.0] * 2]] * 2
+            results = team.must(body_staged, [team.launch() for _ in range(3)], on_gpu)
+            assert results == [[[3.0] * 6, [7.0] * 3, [1.0] * 2, [2.0] * 2]] * 2
     finally:
         team.close()

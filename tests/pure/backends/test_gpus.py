@@ -32,7 +32,7 @@ NEW, B_NEW, UNWILLING = gpu("a", 23000), gpu("b", 23000), gpu("a", 23000, may_sh
 
 
 @pytest.mark.parametrize(
-    ("machines", "found", "options", "backend", "why"),
+    ("machines", "present", "options", "backend", "why"),
     [
         ("mm", [A, B], (), "nccl", "each of 2 ranks has a GPU"),
         ("mno", [A, A, A], (), "nccl", "each of 3 ranks has a GPU"),
@@ -50,7 +50,7 @@ NEW, B_NEW, UNWILLING = gpu("a", 23000), gpu("b", 23000), gpu("a", 23000, may_sh
             [A, B, B],
             (),
             "tcp",
-            "each has a GPU, but ranks [1, 2] share the GPU n/b, which NCCL takes from 2.30 on",
+            "each has a GPU, but ranks [1, 2] share the GPU n/b, which needs NCCL 2.30",
         ),
         ("mmm", [NEW, UNWILLING, B_NEW], (), "shm", "share a GPU, and NCCL_MULTI_RANK_GPU_ENABLE forbids it"),
         ("mm", [A, gpu("b", 22901)], (), "shm", "but the ranks have different releases of NCCL"),
@@ -58,9 +58,9 @@ NEW, B_NEW, UNWILLING = gpu("a", 23000), gpu("b", 23000), gpu("a", 23000, may_sh
     ],
 )
 def test_what_auto_picks(
-    machines: str, found: Sequence[Gpu | None], options: tuple[str, ...], backend: str, why: str
+    machines: str, present: Sequence[Gpu | None], options: tuple[str, ...], backend: str, why: str
 ) -> None:
-    choice = backends.choose(list(machines), found, options)
+    choice = backends.choose(list(machines), present, options)
     assert choice.backend == backend
     assert why in choice.why
     backends.check_placement(choice.backend, list(machines))
@@ -73,12 +73,12 @@ def test_parts_of_one_gpu_by_mig_are_not_the_same_gpu() -> None:
     """They have its PCI bus id in common."""
     with installed(2) as fake:
         fake.split(bytes(range(16)), bytes(range(1, 17)))
-        found = []
+        parts = []
         for device in range(2):
             with fake.cupy.cuda.Device(device):
-                found.append(gpus.here())
-    assert found[0] != found[1]
-    assert "each of 2 ranks has a GPU" in backends.choose(["m", "m"], found).why
+                parts.append(gpus.here())
+    assert parts[0] != parts[1]
+    assert "each of 2 ranks has a GPU" in backends.choose(["m", "m"], parts).why
 
 
 def test_what_nccl_has_read_is_not_changed_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,15 +106,15 @@ def test_who_has_none_does_not_import_cupy(lack: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(gpus, "_DRIVER", (tmp_path / "none", tmp_path) if lack != "driver" else (tmp_path / "none",))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "" if lack == "visible" else "0")
     monkeypatch.setattr(gpus, "find_spec", lambda name: None if lack == "cupy" else name)
-    asked: list[str] = []
-    monkeypatch.setattr(gpus, "no_gpu", lambda: asked.append("cupy") or "there is no GPU in the end")
+    imports: list[str] = []
+    monkeypatch.setattr(gpus, "no_gpu", lambda: imports.append("cupy") or "there is no GPU in the end")
     assert gpus.here(given=False if lack == "given" else None) is None
-    assert not asked
+    assert not imports
     monkeypatch.setattr(gpus, "_DRIVER", (tmp_path,))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(gpus, "find_spec", lambda name: name)
     assert gpus.here() is None
-    assert asked == ["cupy"]
+    assert imports == ["cupy"]
 
 
 def test_a_device_that_fails_is_none(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -152,7 +152,7 @@ def test_members_that_have_gpus_meet_on_them(ranks: Ranks) -> None:  # noqa: F81
 
 
 def test_members_of_which_one_has_none_meet_elsewhere(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    found = iter([A, None])
-    monkeypatch.setattr(gpus, "here", lambda given: next(found))
+    assigned = iter([A, None])
+    monkeypatch.setattr(gpus, "here", lambda given: next(assigned))
     name = ranks.group(2, "auto")
     assert ranks.must(2, lambda rank: init.get_group_handle(name).backend) == ["shm"] * 2

@@ -32,16 +32,16 @@ def test_the_last_one_out_releases_it_once(seed: int) -> None:
     chance, inside, released = random.Random(seed), [0], list[object]()
     held = object()
 
-    def release(one: object) -> None:
+    def release(item: object) -> None:
         assert inside[0] == 0, "a thread uses it"
-        released.append(one)
+        released.append(item)
 
     use = InUse(held, release, "g")
     begin = threading.Barrier(6)
     refused = list[BaseException]()
 
-    def enter(found: object) -> None:
-        assert found is held
+    def enter(entered: object) -> None:
+        assert entered is held
         inside[0] += 1
         assert inside[0] == 1
         inside[0] -= 1
@@ -59,7 +59,7 @@ def test_the_last_one_out_releases_it_once(seed: int) -> None:
         use.close()
 
     times = [chance.randrange(1, 200) for _ in range(4)]
-    threads = [threading.Thread(target=work, args=(one,)) for one in times]
+    threads = [threading.Thread(target=work, args=(item,)) for item in times]
     threads += [threading.Thread(target=close) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -161,9 +161,9 @@ def _torch(slow: Slow, joining: Joining, mesh: Any) -> Communicator:
 
 def _adopted(slow: Slow, joining: Joining, mesh: Any) -> Communicator:
     create: Any = adopt("slow", Slow).factory
-    made = create(joining)
-    made._use._held = [slow]  # the one that the test has
-    return made
+    communicator = create(joining)
+    communicator._use._held = [slow]  # the one that the test has
+    return communicator
 
 
 @pytest.mark.parametrize("make", [_gloo, _torch, _adopted])

@@ -33,8 +33,8 @@ from tests.support.waiting import wait_until
 
 @pytest.fixture
 def three() -> Iterator[tuple[Fake, SharingTeam]]:
-    with sharing(3) as made:
-        yield made
+    with sharing(3) as sharing_team:
+        yield sharing_team
 
 
 def body_sum(communicator: Communicator, launch: Launch, layout: str = "plain") -> Any:
@@ -105,10 +105,12 @@ def test_a_rank_that_does_not_come_to_the_kernel(three: tuple[Fake, SharingTeam]
     launch = team.launch(timeout_s=0.2)
     running = [team.start(rank, body_sum, launch) for rank in (0, 2)]
     team.must(body_arrive, launch, ranks=(1,))
-    for one in running:
-        found = one.result(WAIT_S)
-        assert isinstance(found, CollectiveTimeoutError | PlanAbortedError), repr(found)
-    assert any(isinstance(one.result(), CollectiveTimeoutError) and one.result().missing == (1,) for one in running)
+    for future in running:
+        result = future.result(WAIT_S)
+        assert isinstance(result, CollectiveTimeoutError | PlanAbortedError), repr(result)
+    assert any(
+        isinstance(future.result(), CollectiveTimeoutError) and future.result().missing == (1,) for future in running
+    )
     check_works(team)
 
 
@@ -132,9 +134,9 @@ def test_an_abort(three: tuple[Fake, SharingTeam], held: bool) -> None:
     if held:
         assert isinstance(running[1].result(WAIT_S), PlanAbortedError)
         fake.release(stream)
-    for one in running:
-        found = one.result(WAIT_S)
-        assert isinstance(found, PlanAbortedError), repr(found)
+    for future in running:
+        result = future.result(WAIT_S)
+        assert isinstance(result, PlanAbortedError), repr(result)
     check_works(team)
 
 
@@ -150,12 +152,12 @@ def held_behind_the_listing(fake: Fake, team: SharingTeam, slow: int) -> threadi
 
         def listed(*arguments: Any) -> Any:
             communicator._listed = listing  # type: ignore[method-assign]
-            found = listing(*arguments)
+            result = listing(*arguments)
             if communicator.rank == slow:
                 fake.hold(communicator._stream.stream)
                 stopped.set()
             met.wait(WAIT_S)
-            return found
+            return result
 
         return listed
 
@@ -174,8 +176,8 @@ def test_what_was_shown_is_kept_until_the_others_have_left(three: tuple[Fake, Sh
     assert wait_until(lambda: fake.pending(stream) > 0)
     for rank in (0, 2):
         team.communicators[rank].abort(launch.seq)
-        found = running[rank].result(WAIT_S)
-        assert isinstance(found, PlanAbortedError), repr(found)
+        result = running[rank].result(WAIT_S)
+        assert isinstance(result, PlanAbortedError), repr(result)
         assert team.of(rank)._loans.lent
     fake.release(stream)
     assert isinstance(running[1].result(WAIT_S), PlanAbortedError)
@@ -197,9 +199,9 @@ def test_a_rank_that_stands_still_in_mid_kernel_is_not_taken_to_have_left(
     team.close_one(1)
     assert fake.opened
     for rank in (0, 2):
-        (found,) = team.run(body_leave, team.launch((rank,), timeout_s=0.1), ranks=(rank,))
-        assert isinstance(found, CollectiveTimeoutError)
-        assert found.missing == (1,)
+        (error,) = team.run(body_leave, team.launch((rank,), timeout_s=0.1), ranks=(rank,))
+        assert isinstance(error, CollectiveTimeoutError)
+        assert error.missing == (1,)
         assert team.of(rank)._loans.lent
     fake.release(stream)
     assert wait_until(lambda: not fake.pending(stream))
@@ -278,9 +280,9 @@ def test_closing_while_a_rank_waits(three: tuple[Fake, SharingTeam]) -> None:
     assert wait_until(lambda: fake.pending(stream) > 0)
     team.close_one(0)
     fake.release(stream)
-    found = running.result(WAIT_S)
-    assert isinstance(found, GroupBrokenError), repr(found)
-    assert "the communicator was closed" in str(found)
+    result = running.result(WAIT_S)
+    assert isinstance(result, GroupBrokenError), repr(result)
+    assert "the communicator was closed" in str(result)
     for _ in range(2):
         team.close_one(0)
     with pytest.raises(GroupBrokenError, match="the communicator was closed"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from raycollect.backends.nccl import ipc_driver
-from raycollect.backends.nccl.ipc_memory import Exports, Listing, Shown
+from raycollect.backends.nccl.ipc_memory import ExportedSpans, Exports, IpcListing
 from raycollect.core.model import Kernel, Launch, OpKind
 from raycollect.core.protocols import Communicator
 from tests.fake_cupy import Fake
@@ -20,20 +20,20 @@ from tests.pure.on_one_gpu import SharingTeam, sharing
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Fake, SharingTeam]]:
-    with sharing(2) as made:
-        yield made
+    with sharing(2) as team:
+        yield team
 
 
 @pytest.fixture
 def fake() -> Iterator[Fake]:
-    with gpus(1) as made:
-        yield made
+    with gpus(1) as fake_cupy:
+        yield fake_cupy
 
 
-def shown(fake: Fake, array: Any, process: int = 1) -> Listing:
+def shown(fake: Fake, array: Any, process: int = 1) -> IpcListing:
     """What a process lists that shows an array to be read."""
     with fake.as_process(process):
-        return Exports(0).listing([Shown(((array.data.ptr, array.nbytes),), ())])
+        return Exports(0).listing([ExportedSpans(((array.data.ptr, array.nbytes),), ())])
 
 
 # ------------------------------------------------------------------------------- what is opened
@@ -44,14 +44,14 @@ def test_what_a_rank_has_opened_is_closed_before_the_others_go_on(pair: tuple[Fa
     fake, team = pair
 
     def body(communicator: Communicator, launches: list[Launch]) -> list[int]:
-        found = []
+        opened = []
         for at, launch in enumerate(launches):
             array = pending(np.ones(100), ("plain", "every other")[at % 2])
             communicator.launch(launch, (sums(array),))
-            found.append(fake.opened)  # nobody opens anything more before this rank comes to the next launch
+            opened.append(fake.opened)  # nobody opens anything more before this rank comes to the next launch
             communicator.end(launch, True)
             del array
-        return found
+        return opened
 
     before = fake.counts["ipcOpenMemHandle"]
     assert team.must(body, [team.launch() for _ in range(6)]) == [[0] * 6] * 2
@@ -64,7 +64,7 @@ def test_what_a_rank_has_opened_is_closed_before_the_others_go_on(pair: tuple[Fa
 
 def body_without(communicator: Communicator, launches: list[Launch], fake: Fake) -> list[list[int]]:
     """A sum, then pieces, of memory that has no handle."""
-    rank, caller, found = communicator.rank, Caller(), []
+    rank, caller, read = communicator.rank, Caller(), []
     with fake.without_handles():
         array, into = pending(np.full(500, rank + 1)), pending(np.zeros(500, np.int64))
         pieces = tuple(pending(np.zeros(500, np.int64)) for _ in range(2))
@@ -72,8 +72,8 @@ def body_without(communicator: Communicator, launches: list[Launch], fake: Fake)
     communicator.end(launches[0], True)
     communicator.launch(launches[1], (Kernel(kind=OpKind.ALLGATHER, src=array, dst=pieces, most=500),))
     communicator.end(launches[1], True)
-    found += [read_elsewhere(one, caller.other) for one in (array, into, *pieces)]
-    return [sorted(set(one.tolist())) for one in found]
+    read += [read_elsewhere(array, caller.other) for array in (array, into, *pieces)]
+    return [sorted(set(array.tolist())) for array in read]
 
 
 def test_memory_without_a_handle_is_copied(pair: tuple[Fake, SharingTeam]) -> None:

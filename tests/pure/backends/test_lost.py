@@ -22,9 +22,9 @@ LIVING = (0, 1)
 
 @pytest.fixture(params=["shm", "tcp"])
 def team(request: pytest.FixtureRequest) -> Iterator[ThreadTeam]:
-    made = ThreadTeam(request.param, 3)
-    yield made
-    made.close()
+    started = ThreadTeam(request.param, 3)
+    yield started
+    started.close()
 
 
 def die(team: ThreadTeam) -> None:
@@ -85,8 +85,8 @@ def test_a_kernel_for_which_the_dead_did_nothing_ends_at_once_and_names_them(tea
         team.communicators[rank].lost(DEAD)
     results = [running[rank].result(WAIT_S) for rank in LIVING]
     assert time.monotonic() - died_s < WAIT_S / 2, "not the end of the launch's time"
-    assert [type(one) for one in results] == [PlanAbortedError] * 2, results
-    assert DEAD in {one.rank for one in results}
+    assert [type(error) for error in results] == [PlanAbortedError] * 2, results
+    assert DEAD in {error.rank for error in results}
     never.set()
 
 
@@ -95,9 +95,9 @@ def test_who_waits_at_the_check_for_the_dead_is_woken(team: ThreadTeam) -> None:
     running = [team.start(rank, body, launch, None, go) for rank in LIVING]
     died_s = time.monotonic()
     die(team)
-    results = [one.result(WAIT_S) for one in running]
+    results = [future.result(WAIT_S) for future in running]
     assert time.monotonic() - died_s < WAIT_S / 2, "not the end of the launch's time"
-    assert [type(one) for one in results] == [PlanAbortedError] * 2, results
+    assert [type(future) for future in results] == [PlanAbortedError] * 2, results
 
 
 def test_those_who_have_nothing_to_do_with_the_dead_go_on(team: ThreadTeam) -> None:
@@ -106,12 +106,12 @@ def test_those_who_have_nothing_to_do_with_the_dead_go_on(team: ThreadTeam) -> N
     go.set()
     running = [team.start(rank, body, first, None, go) for rank in LIVING]
     team.communicators[DEAD].agree(first, b"")
-    assert [one.result(WAIT_S) for one in running] == [None, None]
+    assert [future.result(WAIT_S) for future in running] == [None, None]
     die(team)
     for _ in range(3):
         arrays = [np.full(300_001, rank + 1.0) for rank in LIVING]
         launch = team.launch(LIVING)
         kernels = [kernel_of(OpKind.ALLREDUCE, array) for array in arrays]
         again = [team.start(rank, body, launch, kernels[rank], go) for rank in LIVING]
-        assert [one.result(WAIT_S) for one in again] == [None, None]
+        assert [future.result(WAIT_S) for future in again] == [None, None]
         assert all((array == 3).all() for array in arrays)

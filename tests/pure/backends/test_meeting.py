@@ -55,32 +55,32 @@ def test_who_waits_for_a_rank_of_its_own_core_goes_to_one_that_has_none(cores: C
 def alone(ranks: list[Meeting]) -> Launch:
     """A launch that all have entered."""
     launch = Launch(seq=1, ranks=tuple(range(len(ranks))), timeout_s=WAIT_S)
-    for one in ranks:
-        one.enter(launch, time.monotonic() + WAIT_S)
+    for rank in ranks:
+        rank.enter(launch, time.monotonic() + WAIT_S)
     return launch
 
 
 @pytest.fixture
 def posts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Whose semaphores were posted."""
-    made: list[int] = []
+    posted: list[int] = []
 
     def noted(memory: memoryview, count: int, *, init: bool) -> list[Semaphore]:
-        found = semaphores(memory, count, init=init)
-        for rank, one in enumerate(found):
-            monkeypatch.setattr(one, "ring", partial(made.append, rank))
-        return found
+        result = semaphores(memory, count, init=init)
+        for rank, semaphore in enumerate(result):
+            monkeypatch.setattr(semaphore, "ring", partial(posted.append, rank))
+        return result
 
     monkeypatch.setattr(_meeting, "semaphores", noted)
-    return made
+    return posted
 
 
 def test_who_sleeps_is_woken_by_the_rank_that_it_sleeps_for(posts: list[int]) -> None:
     ranks = meetings(4)
     launch = alone(ranks)
     ranks[0]._words[_meeting._ASLEEP] = 3 + 1
-    for one in ranks[1:3]:
-        one.barrier(launch, 0.0, waits_for=())
+    for rank in ranks[1:3]:
+        rank.barrier(launch, 0.0, waits_for=())
         assert posts == []
     ranks[3].barrier(launch, 0.0, waits_for=())
     assert posts == [0]

@@ -183,19 +183,19 @@ def test_a_nan_wins() -> None:
     expected = np.array([np.nan, np.nan, 1.0], np.float32)
 
     def body(communicator: Communicator, launches: list[Launch]) -> list[np.ndarray]:
-        caller, found = Caller(), []
+        caller, results = Caller(), []
         for launch, op in zip(launches, (ReduceOp.MIN, ReduceOp.MAX), strict=True):
             values = np.array([1.0, np.nan, 1.0] if communicator.rank else [np.nan, 1.0, 1.0], np.float32)
             array = pending(values)
             communicator.launch(launch, (Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=op),))
             communicator.end(launch, True)
-            found.append(read_elsewhere(array, caller.other))
-        return found
+            results.append(read_elsewhere(array, caller.other))
+        return results
 
     with sharing(2) as (_, team):
         for results in team.must(body, [team.launch(), team.launch()]):
-            for found in results:
-                np.testing.assert_array_equal(found, expected)
+            for values in results:
+                np.testing.assert_array_equal(values, expected)
 
 
 @pytest.mark.parametrize("processes", [1, 2])

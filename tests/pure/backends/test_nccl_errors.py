@@ -18,14 +18,14 @@ from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, KernelEr
 from tests.fake_cupy import Fake
 from tests.pure.backends.streams import WAIT_S, patient, stream_of, sums
 from tests.pure.on_gpu import Caller, GpuTeam, pending, read_elsewhere, team_on_gpus
-from tests.pure.thread_faults import apart
+from tests.pure.thread_faults import helper_threads
 from tests.support.waiting import wait_until
 
 
 @pytest.fixture
 def three() -> Iterator[tuple[Fake, GpuTeam]]:
-    with team_on_gpus(3) as made:
-        yield made
+    with team_on_gpus(3) as team:
+        yield team
 
 
 def body_sum(communicator: Communicator, launch: Launch) -> Any:
@@ -46,16 +46,16 @@ def is_waiting(fake: Fake, communicator: Communicator) -> Any:
     return lambda: fake.pending(stream_of(communicator)) and fake.counts["nccl.check_async_error"] > before
 
 
-def check_broken(fake: Fake, team: GpuTeam, ranks: tuple[int, ...], told: str) -> None:
+def check_broken(fake: Fake, team: GpuTeam, ranks: tuple[int, ...], reason: str) -> None:
     """Nothing is under way on these ranks, and they do nothing more."""
     for rank in ranks:
         communicator = team.communicators[rank]
         assert not fake.pending(stream_of(communicator))
         assert isinstance(communicator, NcclCommunicator)
-        assert communicator._kept is None
+        assert communicator._workspace is None
         for attempt in (communicator.agree, body_sum):
             arguments = (team.launch(), b"") if attempt == communicator.agree else (communicator, team.launch())
-            with pytest.raises(GroupBrokenError, match=told):
+            with pytest.raises(GroupBrokenError, match=reason):
                 attempt(*arguments)  # type: ignore[operator]
 
 
@@ -77,9 +77,9 @@ def test_a_deadline_while_another_rank_does_not_get_there(
         assert f"did not end on the GPU of rank {rank} within 0.2 s" in str(result)
         assert "NCCL_DEBUG=INFO" in str(result)
     check_broken(fake, team, (0, 2), "allreduce of launch .* failed in mid-kernel")
-    kept = team.communicators[1]
-    assert isinstance(kept, NcclCommunicator)
-    assert kept._kept is not None, "its GPU may still use that memory"
+    communicator = team.communicators[1]
+    assert isinstance(communicator, NcclCommunicator)
+    assert communicator._workspace is not None, "its GPU may still use that memory"
     fake.release(stuck)
     assert wait_until(lambda: not fake.pending(stuck))
 
@@ -97,13 +97,13 @@ def test_an_abort_while_ranks_wait(three: tuple[Fake, GpuTeam]) -> None:
     waits = [is_waiting(fake, team.communicators[rank]) for rank in (0, 2)]
     running = [team.start(rank, body_sum, launch) for rank in (0, 2)]
     team.must(body_arrive, launch, ranks=(1,))
-    assert wait_until(lambda: all(one() for one in waits))
+    assert wait_until(lambda: all(item() for item in waits))
     for rank in team.everyone:
         team.communicators[rank].abort(launch.seq)
-    for one in running:
-        found = one.result(WAIT_S)
-        assert isinstance(found, PlanAbortedError)
-        assert found.group_name == "team"
+    for item in running:
+        error = item.result(WAIT_S)
+        assert isinstance(error, PlanAbortedError)
+        assert error.group_name == "team"
     check_broken(fake, team, (0, 2), f"allreduce of launch {launch.seq} failed in mid-kernel")
 
 
@@ -145,10 +145,10 @@ def test_an_abort_while_a_rank_blocks_in_a_call_of_nccl(blocked: tuple[Fake, Gpu
     ]  # in the consistency check it breaks nothing
     running: list[Future[Any]] = [team.start(rank, body_sum, launch) for rank in team.everyone]
     assert nccl_.entered.wait(WAIT_S)
-    assert wait_until(lambda: all(one() for one in waits))
+    assert wait_until(lambda: all(item() for item in waits))
     for communicator in team.communicators:
         communicator.abort(launch.seq)
-    assert [type(one.result(WAIT_S)) for one in running] == [PlanAbortedError] * 3
+    assert [type(item.result(WAIT_S)) for item in running] == [PlanAbortedError] * 3
     check_broken(fake, team, team.everyone, f"launch {launch.seq}")
 
 
@@ -159,7 +159,7 @@ def test_a_deadline_while_a_rank_blocks_in_a_call_of_nccl(
     fake, team, nccl_ = blocked
     results = team.run(body_sum, team.launch(timeout_s=0.5))
     assert nccl_.entered.is_set()
-    assert [type(one) for one in results] == [CollectiveTimeoutError] * 3
+    assert [type(error) for error in results] == [CollectiveTimeoutError] * 3
     assert "did not get to the GPU of rank 0 within 0.5 s" in str(results[0])
     check_broken(fake, team, team.everyone, "failed in mid-kernel")
 
@@ -168,12 +168,12 @@ def test_a_deadline_while_a_rank_blocks_in_a_call_of_nccl(
 
 
 @pytest.mark.parametrize(
-    ("status", "told"),
+    ("status", "reason"),
     [(1, "UNHANDLED_CUDA_ERROR"), (2, "SYSTEM_ERROR"), (7, "NCCL status 7: an operation is still in progress")],
 )
 @pytest.mark.parametrize("at_call", [False, True])
 def test_an_error_of_nccl_is_told_with_all_that_is_known(
-    three: tuple[Fake, GpuTeam], status: int, told: str, at_call: bool
+    three: tuple[Fake, GpuTeam], status: int, reason: str, at_call: bool
 ) -> None:
     fake, team = three
     failing: Any = team.communicators[1]
@@ -181,13 +181,13 @@ def test_an_error_of_nccl_is_told_with_all_that_is_known(
     launch = team.launch(timeout_s=WAIT_S)
     waits = [is_waiting(fake, team.communicators[rank]) for rank in (0, 2)]
     running = [team.start(rank, body_sum, launch) for rank in team.everyone]
-    found = running[1].result(WAIT_S)
-    assert isinstance(found, KernelError)
-    assert (found.op, found.group_name, found.rank) == ("allreduce", "team", 1)
-    assert told in str(found)
-    assert "NCCL_DEBUG=INFO" in str(found)
-    assert isinstance(found.__cause__, KeyError if status == 7 else RuntimeError)
-    assert wait_until(lambda: all(one() for one in waits))
+    error = running[1].result(WAIT_S)
+    assert isinstance(error, KernelError)
+    assert (error.op, error.group_name, error.rank) == ("allreduce", "team", 1)
+    assert reason in str(error)
+    assert "NCCL_DEBUG=INFO" in str(error)
+    assert isinstance(error.__cause__, KeyError if status == 7 else RuntimeError)
+    assert wait_until(lambda: all(item() for item in waits))
     for rank in (0, 2):  # as the executor does it when a rank has failed
         team.communicators[rank].abort(launch.seq)
         assert isinstance(running[rank].result(WAIT_S), PlanAbortedError)
@@ -225,9 +225,9 @@ def test_no_memory_for_a_copy(three: tuple[Fake, GpuTeam]) -> None:
         return read_elsewhere(src, Caller().other).tolist()
 
     running = [team.start(rank, body, launch) for rank in team.everyone]
-    found = running[1].result(WAIT_S)
-    assert isinstance(found, KernelError)
-    assert "Out of memory" in str(found)
+    error = running[1].result(WAIT_S)
+    assert isinstance(error, KernelError)
+    assert "Out of memory" in str(error)
     for rank in (0, 2):
         team.communicators[rank].abort(launch.seq)
         assert isinstance(running[rank].result(WAIT_S), PlanAbortedError)
@@ -270,14 +270,14 @@ def test_a_rank_that_closes_before_the_others_does_not_wait_for_them(
     three: tuple[Fake, GpuTeam], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nccl, "_ABORT_S", 0.05)
-    (fake, team), before = three, apart()
+    (fake, team), before = three, helper_threads()
     communicator: Any = team.communicators[0]
     communicator._nccl = unending = Unending(communicator._nccl)
     communicator.close()
     assert unending.begun.is_set()
     assert _ended(fake) == (0, 0)
     unending.go.set()
-    assert wait_until(lambda: not apart(before))
+    assert wait_until(lambda: not helper_threads(before))
     assert _ended(fake) == (1, 0)
 
 

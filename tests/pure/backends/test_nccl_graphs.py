@@ -35,12 +35,14 @@ __all__ = ["crew"]  # a fixture
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_what_is_run_again_becomes_a_graph_and_sums_the_same(crew: MakeCrew, world: int, seed: int) -> None:
     """Each time behind what the caller's stream does, and before whoever comes next."""
-    one = crew(world, seed=seed)
+    graphs_crew = crew(world, seed=seed)
     for _ in range(RUNS):
-        one.sum()
-    assert one.graphs == [GraphCounts(kept=1, recorded=1, launched=RUNS - 2)] * world
-    assert one.fake.counts["graphLaunch"] == world * (RUNS - 2)
-    assert one.fake.counts["nccl.allReduce"] == world * (1 + 2 + 1)  # that of the join, two plain ones, the recording
+        graphs_crew.sum()
+    assert graphs_crew.graphs == [GraphCounts(current=1, recorded=1, launched=RUNS - 2)] * world
+    assert graphs_crew.fake.counts["graphLaunch"] == world * (RUNS - 2)
+    assert graphs_crew.fake.counts["nccl.allReduce"] == world * (
+        1 + 2 + 1
+    )  # that of the join, two plain ones, the recording
 
 
 PLAIN_IN_PLACE = (OpKind.ALLTOALL, OpKind.ALLGATHER)
@@ -49,7 +51,7 @@ PLAIN_IN_PLACE = (OpKind.ALLTOALL, OpKind.ALLGATHER)
 
 @pytest.mark.parametrize("how", ["plain", "every other"])
 @pytest.mark.parametrize(
-    ("kind", "inplace"), [one for one in product(KINDS, (False, True)) if one != (OpKind.SEND, True)]
+    ("kind", "inplace"), [counted for counted in product(KINDS, (False, True)) if counted != (OpKind.SEND, True)]
 )
 def test_every_kind(kind: OpKind, inplace: bool, how: str) -> None:
     peer = 0 if kind is OpKind.SEND else -1
@@ -58,11 +60,11 @@ def test_every_kind(kind: OpKind, inplace: bool, how: str) -> None:
     ranks = (0, 2) if kind is OpKind.SEND else (0, 1, 2)
     with team_on_gpus(3) as (fake, team):
         launches = [team.launch(ranks) for _ in range(RUNS)]
-        found = team.must(body_again, launches, case, ranks=ranks)
-        assert [wrong for wrong, _ in found] == [[""] * RUNS] * len(ranks)
-        counts = [one for _, one in found]
+        results = team.must(body_again, launches, case, ranks=ranks)
+        assert [wrong for wrong, _ in results] == [[""] * RUNS] * len(ranks)
+        counts = [counted for _, counted in results]
         may = how == "plain" and not (inplace and kind in PLAIN_IN_PLACE)
-        assert counts == [GraphCounts(kept=may, recorded=may, launched=may * (RUNS - 2))] * len(ranks)
+        assert counts == [GraphCounts(current=may, recorded=may, launched=may * (RUNS - 2))] * len(ranks)
         assert not fake.graphs, "a graph goes with its kernel"
 
 
@@ -70,93 +72,93 @@ def test_every_kind(kind: OpKind, inplace: bool, how: str) -> None:
 def test_what_cupy_folds_is_no_graph(dtype: str) -> None:
     case = Case(kind=OpKind.ALLREDUCE, dtype=dtype, size=60, op=ReduceOp.PRODUCT)
     with team_on_gpus(2) as (fake, team):
-        found = team.must(body_again, [team.launch() for _ in range(RUNS)], case)
-        assert found == [([""] * RUNS, GraphCounts())] * 2
+        results = team.must(body_again, [team.launch() for _ in range(RUNS)], case)
+        assert results == [([""] * RUNS, GraphCounts())] * 2
         assert not fake.counts["graphLaunch"]
 
 
 def test_a_kernel_that_is_run_again_is_written_once(crew: MakeCrew, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[Kernel] = []
     write = nccl.write
-    one = crew(2, version=20800)  # which can't be recorded
+    graphs_crew = crew(2, version=20800)  # which can't be recorded
     monkeypatch.setattr(nccl, "write", lambda kernel, *rest: (written.append(kernel), write(kernel, *rest))[1])
     for _ in range(RUNS):
-        one.sum()
+        graphs_crew.sum()
     assert len(written) == 2
-    assert one.graphs == [GraphCounts()] * 2
+    assert graphs_crew.graphs == [GraphCounts()] * 2
 
 
 # ---------------------------------------------------------------------------------------------- agreement
 
 
 def test_a_rank_that_comes_the_long_way_is_met_plain_and_the_graphs_are_kept(crew: MakeCrew) -> None:
-    one = crew(2)
+    graphs_crew = crew(2)
     for _ in range(4):
-        one.sum()
-    assert one.launched == [2, 2]
-    one.sum(long_way=(0,))
-    one.sum(long_way=(1,))
-    assert one.launched == [2, 2]
-    one.sum()
-    assert one.graphs == [GraphCounts(kept=1, recorded=1, launched=3)] * 2
+        graphs_crew.sum()
+    assert graphs_crew.launched == [2, 2]
+    graphs_crew.sum(long_way=(0,))
+    graphs_crew.sum(long_way=(1,))
+    assert graphs_crew.launched == [2, 2]
+    graphs_crew.sum()
+    assert graphs_crew.graphs == [GraphCounts(current=1, recorded=1, launched=3)] * 2
 
 
 def test_a_rank_with_another_kernel_lets_all_record_anew(crew: MakeCrew) -> None:
-    one = crew(2)
+    graphs_crew = crew(2)
     for _ in range(4):
-        one.sum()
-    one.renew(1)
+        graphs_crew.sum()
+    graphs_crew.renew(1)
     gc.collect()
-    assert one.fake.graphs == 1, "that of the rank whose kernel is gone went with it"
-    one.sum()
-    assert one.fake.graphs == 0, "nobody can launch the other's"
+    assert graphs_crew.fake.graphs == 1, "that of the rank whose kernel is gone went with it"
+    graphs_crew.sum()
+    assert graphs_crew.fake.graphs == 0, "nobody can launch the other's"
     for _ in range(3):
-        one.sum()
-    assert [(each.kept, each.recorded) for each in one.graphs] == [(1, 2)] * 2
-    assert one.launched == [2 + 2] * 2
+        graphs_crew.sum()
+    assert [(each.current, each.recorded) for each in graphs_crew.graphs] == [(1, 2)] * 2
+    assert graphs_crew.launched == [2 + 2] * 2
 
 
 @pytest.mark.parametrize("who", [(0,), (0, 1, 2)])
 def test_a_recording_that_fails_leaves_all_plain(
     crew: MakeCrew, who: tuple[int, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = crew(3)
+    graphs_crew = crew(3)
     for rank in who:
-        one.fake.spoil_captures(1, rank)
+        graphs_crew.fake.spoil_captures(1, rank)
     with caplog.at_level(logging.DEBUG, "raycollect"):
         for _ in range(RUNS):
-            one.sum()
+            graphs_crew.sum()
     said = sorted(record.getMessage().partition(":")[0] for record in caplog.records)
     assert said == [
+        *["allreduce of group 'team' could not become a CUDA graph"] * len(who),
         *["allreduce of group 'team' is a CUDA graph from now on"] * (3 - len(who)),
-        *["allreduce of group 'team' is no CUDA graph"] * len(who),
     ]
     assert "cudaErrorStreamCaptureInvalidated" in caplog.text
-    for rank, found in enumerate(one.graphs):
+    for rank, counts in enumerate(graphs_crew.graphs):
         failed = rank in who
-        assert found == GraphCounts(recorded=not failed, failed=failed)
-    assert not one.fake.graphs
+        assert counts == GraphCounts(recorded=not failed, failed=failed)
+    assert not graphs_crew.fake.graphs
 
 
 def test_no_more_graphs_than_are_kept(crew: MakeCrew, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_nccl_again, "GRAPHS", 2)
-    one = crew(2)
+    graphs_crew = crew(2)
     kernels, arrays = [], []
     for _ in range(3):
-        for rank in one.team.everyone:
-            one.renew(rank)
-        kernels.append(list(one.kernels))
-        arrays.append(list(one.arrays))
+        for rank in graphs_crew.team.everyone:
+            graphs_crew.renew(rank)
+        kernels.append(list(graphs_crew.kernels))
+        arrays.append(list(graphs_crew.arrays))
         for _ in range(4):
-            one.sum()
-    assert [each.kept for each in one.graphs] == [2, 2]
-    assert one.fake.graphs == 4
+            graphs_crew.sum()
+    assert [each.current for each in graphs_crew.graphs] == [2, 2]
+    assert graphs_crew.fake.graphs == 4
     kernels[0] = arrays[0] = []
     gc.collect()
-    assert [each.kept for each in one.graphs] == [1, 1]
-    one.sum()  # now the third is recorded
-    one.sum()
-    assert [each.kept for each in one.graphs] == [2, 2]
+    assert [each.current for each in graphs_crew.graphs] == [1, 1]
+    graphs_crew.sum()  # now the third is recorded
+    graphs_crew.sum()
+    assert [each.current for each in graphs_crew.graphs] == [2, 2]
 
 
 # ---------------------------------------------------------------------------------------------- options
@@ -166,10 +168,10 @@ def test_graphs_can_be_switched_off() -> None:
     with gpus(2) as fake:
         team = GpuTeam(2, graphs=False)
         try:
-            one = Crew(fake, team)
+            crew = Crew(fake, team)
             for _ in range(RUNS):
-                one.sum()
-            assert one.graphs == [GraphCounts()] * 2
+                crew.sum()
+            assert crew.graphs == [GraphCounts()] * 2
         finally:
             team.close()
 
@@ -177,58 +179,58 @@ def test_graphs_can_be_switched_off() -> None:
 # ---------------------------------------------------------------------------------------------- failures
 
 
-def _under_graph(one: Crew, timeout_s: float = WAIT_S) -> tuple[Launch, list[Future[Any]]]:
+def _under_graph(crew: Crew, timeout_s: float = WAIT_S) -> tuple[Launch, list[Future[Any]]]:
     """A launch of graphs that waits, since rank 1's stream is stopped."""
     for _ in range(3):
-        one.sum()
-    launch = one.team.launch(timeout_s=timeout_s)
-    before = one.fake.counts["graphLaunch"]
-    one.fake.hold(stream_of(one.team.communicators[1]))
-    running = [one.team.start(rank, one.body, launch) for rank in one.team.everyone]
-    assert wait_until(lambda: one.fake.counts["graphLaunch"] == before + 2)
+        crew.sum()
+    launch = crew.team.launch(timeout_s=timeout_s)
+    before = crew.fake.counts["graphLaunch"]
+    crew.fake.hold(stream_of(crew.team.communicators[1]))
+    running = [crew.team.start(rank, crew.body, launch) for rank in crew.team.everyone]
+    assert wait_until(lambda: crew.fake.counts["graphLaunch"] == before + 2)
     return launch, running
 
 
 def test_an_abort_while_graphs_run(crew: MakeCrew) -> None:
     """They go first: NCCL would wait for them."""
-    one = crew(2)
-    launch, running = _under_graph(one)
-    for communicator in one.team.communicators:
+    graphs_crew = crew(2)
+    launch, running = _under_graph(graphs_crew)
+    for communicator in graphs_crew.team.communicators:
         communicator.abort(launch.seq)
-    one.fake.release(stream_of(one.team.communicators[1]))
+    graphs_crew.fake.release(stream_of(graphs_crew.team.communicators[1]))
     for future in running:
         assert isinstance(future.result(WAIT_S), PlanAbortedError)
-    assert not one.fake.graphs
-    for communicator in one.team.communicators:
+    assert not graphs_crew.fake.graphs
+    for communicator in graphs_crew.team.communicators:
         with pytest.raises(GroupBrokenError):
-            communicator.agree(one.team.launch(), b"")
+            communicator.agree(graphs_crew.team.launch(), b"")
 
 
 def test_a_graph_that_can_not_be_launched_ends_the_group(crew: MakeCrew, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = crew(2)
+    graphs_crew = crew(2)
     for _ in range(3):
-        one.sum()
+        graphs_crew.sum()
 
     def refuse(self: Any, stream: Any = None) -> None:
-        raise one.fake.cupy.cuda.runtime.CUDARuntimeError(1)
+        raise graphs_crew.fake.cupy.cuda.runtime.CUDARuntimeError(1)
 
-    monkeypatch.setattr(one.fake.cupy.cuda.Graph, "launch", refuse)
-    found = one.team.run(one.body, one.team.launch())
-    assert all(isinstance(error, KernelError) and "cudaErrorInvalidValue" in str(error) for error in found), found
-    assert not one.fake.graphs
+    monkeypatch.setattr(graphs_crew.fake.cupy.cuda.Graph, "launch", refuse)
+    errors = graphs_crew.team.run(graphs_crew.body, graphs_crew.team.launch())
+    assert all(isinstance(error, KernelError) and "cudaErrorInvalidValue" in str(error) for error in errors), errors
+    assert not graphs_crew.fake.graphs
 
 
 def test_nothing_of_a_kernel_is_left_when_it_is_gone(crew: MakeCrew) -> None:
-    one = crew(2)
+    graphs_crew = crew(2)
     for _ in range(4):
-        one.sum()
-    before = one.fake.allocated(0)
-    nbytes = one.arrays[0].nbytes
-    one.arrays[0] = one.kernels[0] = None
+        graphs_crew.sum()
+    before = graphs_crew.fake.allocated(0)
+    nbytes = graphs_crew.arrays[0].nbytes
+    graphs_crew.arrays[0] = graphs_crew.kernels[0] = None
     gc.collect()
-    assert one.fake.allocated(0) == before - nbytes
-    assert one.fake.graphs == 1
-    assert [each.kept for each in one.graphs] == [0, 1]
+    assert graphs_crew.fake.allocated(0) == before - nbytes
+    assert graphs_crew.fake.graphs == 1
+    assert [each.current for each in graphs_crew.graphs] == [0, 1]
 
 
 # ---------------------------------------------------------------------------------------------- calls and steps
@@ -256,8 +258,8 @@ def test_a_captured_step_runs_as_graphs(seed: int) -> None:
                 assert team.fail() == [None] * 2
                 for (value,) in values:
                     assert set(value.get().tolist()) == {turn * 11}
-            counts = [one.graphs for one in group.communicators]  # type: ignore[attr-defined]
-            assert counts == [GraphCounts(kept=1, recorded=1, launched=sum(team.repeated(0)) - 2)] * 2
+            counts = [communicator.graphs for communicator in group.communicators]  # type: ignore[attr-defined]
+            assert counts == [GraphCounts(current=1, recorded=1, launched=sum(team.repeated(0)) - 2)] * 2
             assert counts[0].launched >= 3
         finally:
             for replay in team.replays:

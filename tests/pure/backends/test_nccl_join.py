@@ -31,7 +31,7 @@ from tests.pure.backends.streams import WAIT_S, stream_of, sums
 from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar
 from tests.pure.conformance import run_launch
 from tests.pure.on_gpu import Caller, GpuTeam, gpus, pending, read_elsewhere
-from tests.pure.thread_faults import apart
+from tests.pure.thread_faults import helper_threads
 from tests.support.values import replace
 from tests.support.waiting import wait_until
 
@@ -84,7 +84,7 @@ def test_the_option_names_another_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "reason"),
     [
         ({"device": 3}, "there is no device 3 here; this process sees 3"),
         ({"device": -1}, "there is no device -1"),
@@ -93,8 +93,8 @@ def test_the_option_names_another_device() -> None:
         ({"device": 0, "high_priority": True}, "takes the options 'device' and 'graphs', and got high_priority"),
     ],
 )
-def test_options_that_do_not_fit(options: dict[str, Any], told: str) -> None:
-    with gpus(3), pytest.raises(InvalidGroupError, match=told) as caught:
+def test_options_that_do_not_fit(options: dict[str, Any], reason: str) -> None:
+    with gpus(3), pytest.raises(InvalidGroupError, match=reason) as caught:
         create(0, 1, **options)
     assert caught.value.group_name == "team"
 
@@ -111,10 +111,10 @@ def test_the_first_use_of_a_gpu_in_a_process_warns(monkeypatch: pytest.MonkeyPat
     with gpus(1):
         with pytest.warns(ExperimentalWarning, match="never on its hardware") as caught:
             backends.load("nccl")
-        (one,) = caught
-        assert isinstance(one.message, ExperimentalWarning)
-        assert one.message.feature == "backend 'nccl'"
-        assert str(pickle.loads(pickle.dumps(one.message))) == str(one.message)
+        (warning,) = caught
+        assert isinstance(warning.message, ExperimentalWarning)
+        assert warning.message.feature == "backend 'nccl'"
+        assert str(pickle.loads(pickle.dumps(warning.message))) == str(warning.message)
         backends.load("nccl")
         transfer(pending(np.ones(3)), np.zeros(3), lambda: None)
 
@@ -133,7 +133,7 @@ def test_ranks_of_which_some_share_a_gpu_are_refused_before_2_30() -> None:
         assert not fake.counts["nccl.communicators"]
     said = str(caught.value)
     assert "ranks [0, 2] share the GPU 127.0.0.1/0000:10:00.0" in said
-    assert "from 2.30 on, and this is 22907" in said
+    assert "needs NCCL 2.30, and this is 22907" in said
     assert "Give each member a GPU of its own, or use 'shm' or 'tcp'" in said
     assert SHARING not in os.environ
 
@@ -142,7 +142,7 @@ def test_ranks_of_which_some_share_a_gpu_are_refused_before_2_30() -> None:
 def test_ranks_that_all_share_a_gpu_do_without_nccl(version: int) -> None:
     with team_on_one(version) as fake:
         team = GpuTeam(2)
-        assert not any(type(one) is NcclCommunicator for one in team.communicators)
+        assert not any(type(communicator) is NcclCommunicator for communicator in team.communicators)
         assert not fake.counts["nccl.communicators"]
         assert SHARING not in os.environ
         assert team.must(body_sum, team.launch()) == [[3, 3, 3]] * 2
@@ -171,10 +171,10 @@ def test_members_with_different_releases_are_refused(theirs: int) -> None:
     """NCCL compares the last digit as well."""
     with gpus(1) as fake:
         rendezvous = MemoryRendezvous()
-        place = _nccl_group._Place(gpu="10.0.0.2/0000:10:00.0", version=theirs, may_share=True, capability=90)
-        rendezvous.put("nccl.place.1", _nccl_group._PLACES.encode(place))
-        told = f"different releases of NCCL: rank 0 has 22803, rank 1 has {theirs}"
-        with pytest.raises(BackendUnavailableError, match=told):
+        place = _nccl_group._RankGpu(gpu="10.0.0.2/0000:10:00.0", version=theirs, may_share=True, capability=90)
+        rendezvous.put("nccl.place.1", _nccl_group._RANK_GPUS.encode(place))
+        reason = f"different releases of NCCL: rank 0 has 22803, rank 1 has {theirs}"
+        with pytest.raises(BackendUnavailableError, match=reason):
             create(0, 2, rendezvous)
         assert not fake.counts["nccl.communicators"]
 
@@ -186,30 +186,30 @@ def test_members_with_different_releases_are_refused(theirs: int) -> None:
 def test_a_member_that_is_gone_before_ncclcomminitrank(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """The library waits on; the rank does not. What comes of it when the other one does is let go of."""
     monkeypatch.setattr(nccl, "JOIN_TIMEOUT_S", 0.1)
-    before = apart()
+    before = helper_threads()
     with gpus(2, seed=seed) as fake:
         rendezvous = MemoryRendezvous()
-        place = _nccl_group._Place(gpu="127.0.0.1/0000:11:00.0", version=22803, may_share=True, capability=90)
-        rendezvous.put("nccl.place.1", _nccl_group._PLACES.encode(place))
-        with pytest.raises(CollectiveTimeoutError, match="did not bring all 2 ranks together within 0") as caught:
+        place = _nccl_group._RankGpu(gpu="127.0.0.1/0000:11:00.0", version=22803, may_share=True, capability=90)
+        rendezvous.put("nccl.place.1", _nccl_group._RANK_GPUS.encode(place))
+        with pytest.raises(CollectiveTimeoutError, match="did not connect all 2 ranks within 0") as caught:
             create(0, 2, rendezvous)
         assert "NCCL_DEBUG=INFO" in str(caught.value)
         assert "team" in str(caught.value)
-        assert len(apart(before)) == 1
+        assert len(helper_threads(before)) == 1
         unique = rendezvous.get("nccl.id", 1)
         with fake.cupy.cuda.Device(1):
             late = fake.cupy.cuda.nccl.NcclCommunicator(2, unique, 1)
-        for one in apart(before):
-            one.join(WAIT_S)
+        for thread in helper_threads(before):
+            thread.join(WAIT_S)
         assert fake.counts["nccl.abort"] == 1
         late.abort()
 
 
 @pytest.mark.parametrize(
-    ("status", "told"), [(3, "INTERNAL_ERROR"), (6, "REMOTE_ERROR"), (8, "NCCL status 8: an operation exceeded")]
+    ("status", "reason"), [(3, "INTERNAL_ERROR"), (6, "REMOTE_ERROR"), (8, "NCCL status 8: an operation exceeded")]
 )
-def test_what_nccl_says_when_it_can_not_join(monkeypatch: pytest.MonkeyPatch, status: int, told: str) -> None:
-    before = apart()
+def test_what_nccl_says_when_it_can_not_join(monkeypatch: pytest.MonkeyPatch, status: int, reason: str) -> None:
+    before = helper_threads()
     with gpus(1) as fake:
         module = fake.cupy.cuda.nccl
 
@@ -219,28 +219,28 @@ def test_what_nccl_says_when_it_can_not_join(monkeypatch: pytest.MonkeyPatch, st
         monkeypatch.setattr(module, "NcclCommunicator", fail)
         with pytest.raises(BackendUnavailableError, match="backend 'nccl': rank 0 can't join") as caught:
             create(0, 1)
-    assert told in str(caught.value)
+    assert reason in str(caught.value)
     assert "NCCL_DEBUG=INFO" in str(caught.value)
     assert isinstance(caught.value.__cause__, RuntimeError | KeyError)
-    assert wait_until(lambda: not apart(before))
+    assert wait_until(lambda: not helper_threads(before))
 
 
 # ------------------------------------------------------------------------------- what is refused before the check
 
 
 def stage(communicator: Communicator, **kernel: Any) -> Kernel:
-    made = Kernel(**{"kind": OpKind.ALLREDUCE, "op": ReduceOp.SUM, **kernel})
-    communicator.agree(Launch(seq=1, ranks=(0,), timeout_s=1.0), b"", made)
-    return made
+    built = Kernel(**{"kind": OpKind.ALLREDUCE, "op": ReduceOp.SUM, **kernel})
+    communicator.agree(Launch(seq=1, ranks=(0,), timeout_s=1.0), b"", built)
+    return built
 
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Fake, Communicator]]:
     """A group of one on the second of two GPUs."""
     with gpus(2) as fake:
-        made = create(0, 1, device=1)
-        yield fake, made
-        made.close()
+        communicator = create(0, 1, device=1)
+        yield fake, communicator
+        communicator.close()
 
 
 def on(fake: Fake, device: int, dtype: str = "float32") -> Any:
@@ -252,13 +252,13 @@ def test_arrays_of_other_memory_are_refused(pair: tuple[Fake, Communicator]) -> 
     fake, communicator = pair
     here, there, host = on(fake, 1), on(fake, 0), np.ones(4, np.float32)
     assert stage(communicator, src=here, dst=here)
-    for src, dst, found in [
+    for src, dst, actual in [
         (there, there, "cuda:0"),
         (here, there, "cuda:0"),
         (host, here, "cpu"),
         (here, host, "cpu"),
     ]:
-        with pytest.raises(UnsupportedError, match=f"device is {found}, expected cuda:1"):
+        with pytest.raises(UnsupportedError, match=f"device is {actual}, expected cuda:1"):
             stage(communicator, src=src, dst=dst)
     for pieces in [(here, there), (host, here)]:
         with pytest.raises(UnsupportedError, match="device is"):

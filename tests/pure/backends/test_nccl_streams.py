@@ -59,14 +59,14 @@ def test_a_kernel_follows_the_current_stream_and_the_default_one(name: str, curr
             launched.wait(WAIT_S)
             fake.release(caller[name])
             under_way()
-            found = read_elsewhere(src, caller.other)
-            return np.append(found, follows)
+            values = read_elsewhere(src, caller.other)
+            return np.append(values, follows)
 
         results = team.must(body, team.launch())
         if current == name or name != "non-blocking":
-            assert [one.tolist() for one in results] == [[3] * 9 + [1]] * 2
+            assert [result.tolist() for result in results] == [[3] * 9 + [1]] * 2
         else:  # a stream of its own that is not the caller's: nobody could know
-            assert [one[-1] for one in results] == [0, 0]
+            assert [result[-1] for result in results] == [0, 0]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -81,11 +81,11 @@ def test_a_thread_that_calls_for_another_follows_its_mark_and_not_its_own_stream
                 fake.hold(caller["non-blocking"])
                 written = cupy_of(src)
                 written += communicator.rank + 1
-                told = streams.mark(info(src))
+                mark = streams.mark(info(src))
                 written *= 1  # behind the mark: no part of what is followed
 
             def lane() -> Any:
-                with team.device_of(communicator.rank), lanes["non-blocking"], streams.after(told):
+                with team.device_of(communicator.rank), lanes["non-blocking"], streams.after(mark):
                     waste = pending(np.zeros(3))
                     fake.hold(lanes["non-blocking"])
                     cupy_of(waste).fill(1)  # what nobody has to wait for
@@ -99,14 +99,14 @@ def test_a_thread_that_calls_for_another_follows_its_mark_and_not_its_own_stream
             fake.release(caller["non-blocking"])
             under_way()
             assert fake.pending(lanes["non-blocking"])
-            found = read_elsewhere(src, caller.other)
+            values = read_elsewhere(src, caller.other)
             fake.release(lanes["non-blocking"])
             lanes["non-blocking"].synchronize()
             assert cupy_of(waste).get().tolist() == [1, 1, 1]
-            return found
+            return values
 
-        for found in team.must(body, team.launch()):
-            assert found.tolist() == [3] * 9
+        for values in team.must(body, team.launch()):
+            assert values.tolist() == [3] * 9
 
 
 # ------------------------------------------------------------------------------- without cupy
@@ -146,8 +146,8 @@ def test_torchs_streams_are_settled_where_cupy_is_not_imported(
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
     torch = TorchStreams(current)
     monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
-    told = TensorInfo(shape=(3,), dtype="float32", itemsize=4, device="cuda:1", library="torch")
-    streams.settle([told])
+    info = TensorInfo(shape=(3,), dtype="float32", itemsize=4, device="cuda:1", library="torch")
+    streams.settle([info])
     assert torch.waited == waited
     assert "cupy" not in sys.modules
 
@@ -157,17 +157,17 @@ def test_torchs_streams_are_settled_where_cupy_is_not_imported(
 
 def test_no_call_makes_a_stream_or_an_event_or_waits_for_the_device() -> None:
     with team_on_gpus(2) as (fake, team):
-        made = [Caller(), Caller()]
+        callers = [Caller(), Caller()]
 
         def body(communicator: Communicator, launches: list[Launch], turns: int) -> None:
-            with made[communicator.rank]["non-blocking"]:
+            with callers[communicator.rank]["non-blocking"]:
                 src, dst = (pending(np.ones(100, np.float32)) for _ in range(2))
                 short = pending(np.ones(100, np.int16), "every other")
                 for launch in launches[:turns]:
-                    told = streams.mark(info(src, dst))
-                    with streams.after(told):
+                    mark = streams.mark(info(src, dst))
+                    with streams.after(mark):
                         run_launch(communicator, launch, sums(src, dst), sums(short))
-                    del told
+                    del mark
                     streams.settle(info(dst))
 
         def costs() -> dict[str, int]:
@@ -177,10 +177,10 @@ def test_no_call_makes_a_stream_or_an_event_or_waits_for_the_device() -> None:
                 if name.startswith(("eventCreate", "streamCreate", "deviceSynchronize", "streamSynchronize"))
             }
 
-        made.clear()
+        callers.clear()
         for rank in team.everyone:
             with team.device_of(rank):
-                made.append(Caller())
+                callers.append(Caller())
         team.must(body, [team.launch() for _ in range(2)], 2)
         before, events, held = costs(), fake.events, (fake.streams,)
         team.must(body, [team.launch() for _ in range(20)], 20)
@@ -211,14 +211,14 @@ def test_memory_is_kept_until_it_was_used_and_no_longer(how: str, dtype: str) ->
             fake.release(stream_of(communicator))
             under_way()
             del under_way
-            found = read_elsewhere(dst, mine)
+            values = read_elsewhere(dst, mine)
             used = cupy_of(dst).base
             own = dst.nbytes if used is None else used.nbytes
             assert fake.allocated(communicator.rank) <= before - own, "it holds memory when it is done"
-            return found
+            return values
 
-        for found in team.must(body, team.launch()):
-            assert (found == 2).all()
+        for values in team.must(body, team.launch()):
+            assert (values == 2).all()
 
 
 # ------------------------------------------------------------------------------- many kernels, one group
@@ -231,12 +231,12 @@ def body_together(
     assert isinstance(communicator, NcclCommunicator)
     with mine:
         values = [operand(communicator.rank, dtype, 50 + at, at) for at, dtype in enumerate(dtypes)]
-        given = [pending(one, "every other") for one in values]
-        kernels = [Kernel(kind=OpKind.ALLREDUCE, src=one, dst=one, op=op) for one in given]
+        given = [pending(array, "every other") for array in values]
+        kernels = [Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=op) for array in given]
         communicator.agree(launch, b"")
         communicator.launch(launch, kernels)
         communicator.end(launch, True)
-    return [read_elsewhere(one, mine) for one in given], dict(fake.counts)
+    return [read_elsewhere(array, mine) for array in given], dict(fake.counts)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -253,5 +253,5 @@ def test_kernels_together_are_one_group_of_nccl(monkeypatch: pytest.MonkeyPatch,
         assert groups.count("groupStart") == groups.count("groupEnd") == 3
         for at, dtype in enumerate(dtypes):
             expected = left_fold(ReduceOp.SUM, [operand(rank, dtype, 50 + at, at) for rank in range(3)])
-            for found, _ in results:
-                assert bits(found[at]) == bits(expected), (at, dtype)
+            for arrays, _ in results:
+                assert bits(arrays[at]) == bits(expected), (at, dtype)

@@ -27,9 +27,9 @@ OPS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX)
 
 def shown(name: str) -> str:
     """The file that the page shows under that name."""
-    found = re.search(rf"`{re.escape(name)}`:\n\n```\w+\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert found, name
-    return found[1]
+    match = re.search(rf"`{re.escape(name)}`:\n\n```\w+\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert match, name
+    return match[1]
 
 
 @pytest.fixture(params=[1, 3])
@@ -38,17 +38,17 @@ def team(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "courier.py").write_text(shown("courier.py"), encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.import_module("courier")
-    made = ThreadTeam("courier", request.param)
-    yield made
-    made.close()
+    started = ThreadTeam("courier", request.param)
+    yield started
+    started.close()
     sys.modules.pop("courier")
 
 
 def test_its_line_is_found_by_its_name(team: ThreadTeam) -> None:
-    found = backends.get("Courier")
-    assert found.name == "courier"
+    line = backends.get("Courier")
+    assert line.name == "courier"
     assert backends.is_available("courier")
-    assert found.ops == frozenset(OpKind) - frozenset(PREFIXES)
+    assert line.ops == frozenset(OpKind) - frozenset(PREFIXES)
 
 
 @pytest.mark.parametrize("layout", ["plain", "every other", "big-endian", "read-only"])

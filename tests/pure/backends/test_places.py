@@ -82,7 +82,7 @@ def test_only_tensors_whose_versions_count_have_one() -> None:
     with torch.inference_mode():
         uncounted = torch.ones(2)
     counted = [torch.ones(2), torch.nn.Parameter(torch.ones(2))]
-    assert [arrays.has_version(one) for one in (*counted, uncounted, np.ones(2))] == [True, True, False, False]
-    before = [one._version for one in counted]
+    assert [arrays.has_version(tensor) for tensor in (*counted, uncounted, np.ones(2))] == [True, True, False, False]
+    before = [tensor._version for tensor in counted]
     arrays.raise_versions(counted)
-    assert [one._version for one in counted] == [version + 1 for version in before]
+    assert [tensor._version for tensor in counted] == [version + 1 for version in before]

@@ -49,9 +49,9 @@ def body_memory(communicator: Communicator, launch: Launch, kind: OpKind, size: 
     """Gives the bytes that a kernel on non-contiguous arrays takes beyond them, at its peak."""
     world = communicator.world_size
     whole, other = (np.ones((2 * size * world), np.float32)[::2] for _ in range(2))
-    one = np.ones(2 * size, np.float32)[::2]
-    src = tuple(np.split(whole, world)) if kind in (OpKind.ALLTOALL, OpKind.REDUCESCATTER) else one
-    dst = tuple(np.split(other, world)) if kind in (OpKind.ALLTOALL, OpKind.ALLGATHER) else np.empty_like(one)
+    strided = np.ones(2 * size, np.float32)[::2]
+    src = tuple(np.split(whole, world)) if kind in (OpKind.ALLTOALL, OpKind.REDUCESCATTER) else strided
+    dst = tuple(np.split(other, world)) if kind in (OpKind.ALLTOALL, OpKind.ALLGATHER) else np.empty_like(strided)
     tracemalloc.start()
     try:
         kernel = Kernel(kind=kind, src=src, dst=dst, op=ReduceOp.SUM, peer=0, most=size)
@@ -153,9 +153,9 @@ def test_a_member_that_can_not_map_the_memory_says_so_to_rank_0(wrong: dict[str,
     rendezvous = Misleading(**wrong)
     with ThreadPoolExecutor(2) as threads:
         tries = [threads.submit(shm.create, Joining(spec_of(2), rank, rendezvous, NO_EXCHANGE)) for rank in (0, 1)]
-        for one in tries:
+        for attempt in tries:
             with pytest.raises(BackendUnavailableError, match=f"rank 1 can't map the segment of rank 0: .*{why}"):
-                one.result(20)
+                attempt.result(20)
 
 
 @pytest.mark.parametrize("broken", ["memfd_create", "posix_fallocate", "mmap"])

@@ -33,9 +33,9 @@ WHOLE, SLICED = ((1 << 30, 1 << 62),), ((1 << 30, -1),)
 @pytest.fixture(scope="module")
 def processes(workers: Workers) -> Iterator[ProcessTeam]:
     """Three ranks that all tests of this file share."""
-    made = ProcessTeam("tcp", 3, workers(3))
-    yield made
-    made.close()
+    started = ProcessTeam("tcp", 3, workers(3))
+    yield started
+    started.close()
 
 
 # ------------------------------------------------------------------------------- bits, chunks, memory
@@ -104,7 +104,7 @@ def test_the_group_works_on_after_an_end_in_mid_kernel(team: ThreadTeam, kind: O
     launch = Launch(seq=team.launch().seq, ranks=(0, 1), timeout_s=60 if aborted else 0.5)
     waiting = team.start(0, run_launch, launch, one_side(kind, 1, 64 << 20))
     team.communicators[1].agree(launch, b"")
-    link = team.communicators[0]._link
+    link = team.communicators[0]._tcp_mesh
     assert wait_until(lambda: link._peers[1].is_blocked or link._peers[1].owes(link._step) or waiting.done())
     if aborted:
         team.communicators[0].abort(launch.seq)
@@ -140,10 +140,10 @@ def test_both_ends_may_leave_in_the_middle_of_frames(team: ThreadTeam) -> None:
         run_launch(communicator, launch, Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM))
 
     running = [team.start(rank, body) for rank in team.everyone]
-    links = [communicator._link for communicator in team.communicators]
+    links = [communicator._tcp_mesh for communicator in team.communicators]
     assert wait_until(lambda: all(link._step == _IN_KERNEL for link in links))
     for communicator in team.communicators:
         communicator.abort(launch.seq)
-    assert all(isinstance(one.result(10), PlanAbortedError) for one in running)
+    assert all(isinstance(future.result(10), PlanAbortedError) for future in running)
     for _ in range(3):
         check_allreduce(team, ReduceOp.SUM, "int64", 300_001, "plain", True)

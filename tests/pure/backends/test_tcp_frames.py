@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from raycollect.backends.tcp import link as _tcp_link
-from raycollect.backends.tcp.link import Link
-from raycollect.backends.tcp.peer import ARRIVAL, DATA, FRAME_NBYTES, LEFT, Batch
+from raycollect.backends.tcp.link import TcpMesh
+from raycollect.backends.tcp.peer import ARRIVAL, DATA, FRAME_NBYTES, LEFT, FrameBatch
 from raycollect.core.model import Launch, ReduceOp
 from raycollect.core.protocols import Communicator
 from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, PlanAbortedError, UnsupportedError
@@ -29,14 +29,14 @@ def frame(seq: int, kind: int, step: int, body: bytes = b"", *, nbytes: int | No
 
 
 @pytest.fixture
-def line(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Link, socket.socket]]:
+def line(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[TcpMesh, socket.socket]]:
     """Rank 0's end of a group of two, and the bare socket that is rank 1."""
     monkeypatch.setattr(_tcp_link, "FAREWELL_S", 0.0)
     monkeypatch.setattr(_tcp_link, "current_core", lambda: 0)  # as `frame` has it
     mine, theirs = socket.socketpair()
     mine.setblocking(False)
     theirs.settimeout(5)
-    link = Link(0, "g", {1: mine})
+    link = TcpMesh(0, "g", {1: mine})
     yield link, theirs
     link.close()
     theirs.close()
@@ -46,7 +46,7 @@ def launch_of(seq: int, timeout_s: float = 5.0) -> Launch:
     return Launch(seq=seq, ranks=(0, 1), timeout_s=timeout_s)
 
 
-def test_frames_of_launches_that_were_left_are_thrown_away(line: tuple[Link, socket.socket]) -> None:
+def test_frames_of_launches_that_were_left_are_thrown_away(line: tuple[TcpMesh, socket.socket]) -> None:
     link, other = line
     big = b"old" * 6_000
     for words in (
@@ -61,11 +61,11 @@ def test_frames_of_launches_that_were_left_are_thrown_away(line: tuple[Link, soc
     assert other.recv(4096) == frame(7, ARRIVAL, 1, b"mine")
 
 
-def test_a_frame_that_was_half_received_is_read_to_its_end(line: tuple[Link, socket.socket]) -> None:
+def test_a_frame_that_was_half_received_is_read_to_its_end(line: tuple[TcpMesh, socket.socket]) -> None:
     link, other = line
     whole = frame(1, DATA, 1, b"y" * 10_000)
     other.sendall(whole[:5000])
-    array, batch = np.zeros(10_000, np.uint8), Batch()
+    array, batch = np.zeros(10_000, np.uint8), FrameBatch()
     link.begin(launch_of(1))
     link.receive(1, array, batch)
     with pytest.raises(CollectiveTimeoutError) as caught:
@@ -78,9 +78,9 @@ def test_a_frame_that_was_half_received_is_read_to_its_end(line: tuple[Link, soc
     np.testing.assert_array_equal(array, seen)  # nobody writes it any more
 
 
-def test_a_frame_that_was_half_sent_is_finished_from_a_copy(line: tuple[Link, socket.socket]) -> None:
+def test_a_frame_that_was_half_sent_is_finished_from_a_copy(line: tuple[TcpMesh, socket.socket]) -> None:
     link, other = line
-    array, batch = np.full(FRAME_NBYTES, 7, np.uint8), Batch()
+    array, batch = np.full(FRAME_NBYTES, 7, np.uint8), FrameBatch()
     link.begin(launch_of(1))
     link.send(1, array, batch)
     link.send(1, array, batch)  # not begun, and so forgotten
@@ -105,7 +105,7 @@ def iter_bytes(sock: socket.socket, nbytes: int) -> Iterator[bytes]:
         yield data
 
 
-def test_a_rank_that_nobody_reads_from_keeps_no_heap_of_frames(line: tuple[Link, socket.socket]) -> None:
+def test_a_rank_that_nobody_reads_from_keeps_no_heap_of_frames(line: tuple[TcpMesh, socket.socket]) -> None:
     link, other = line
     for seq in range(1, 30):
         with pytest.raises(CollectiveTimeoutError):
@@ -124,7 +124,7 @@ def test_a_rank_that_nobody_reads_from_keeps_no_heap_of_frames(line: tuple[Link,
 
 @pytest.mark.parametrize(("passed", "goes_on"), [(0, False), (1, True)])
 def test_who_left_before_all_had_come_is_not_taken_for_one_who_was_refused(
-    line: tuple[Link, socket.socket], passed: int, goes_on: bool
+    line: tuple[TcpMesh, socket.socket], passed: int, goes_on: bool
 ) -> None:
     link, other = line
     other.sendall(frame(1, ARRIVAL, 1, b"yes") + frame(1, LEFT, passed))
@@ -136,7 +136,7 @@ def test_who_left_before_all_had_come_is_not_taken_for_one_who_was_refused(
         assert caught.value.rank == 1
 
 
-def test_whoever_is_in_a_later_launch_has_left_this_one(line: tuple[Link, socket.socket]) -> None:
+def test_whoever_is_in_a_later_launch_has_left_this_one(line: tuple[TcpMesh, socket.socket]) -> None:
     link, other = line
     other.sendall(frame(5, ARRIVAL, 1, b"later"))
     for seq in (3, 4):
@@ -156,7 +156,7 @@ def test_whoever_is_in_a_later_launch_has_left_this_one(line: tuple[Link, socket
         b"\xff" * 4096,
     ],
 )
-def test_what_is_no_frame_ends_the_connection_and_the_group(line: tuple[Link, socket.socket], words: bytes) -> None:
+def test_what_is_no_frame_ends_the_connection_and_the_group(line: tuple[TcpMesh, socket.socket], words: bytes) -> None:
     link, other = line
     other.sendall(words)
     with pytest.raises(PlanAbortedError, match="the connection to rank 1 broke") as caught:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from raycollect.backends.tcp import communicator as tcp
-from raycollect.backends.tcp.join import _PLACES, _Arrivals, _Place, join
+from raycollect.backends.tcp.join import _ADDRESSES, _Arrivals, _ListenAddress, join
 from raycollect.channel import Server
 from raycollect.channel.protocol import Connection
 from raycollect.channel.stream import open_stream
@@ -45,7 +45,9 @@ def test_a_listener_without_the_key_is_no_member() -> None:
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         rendezvous = MemoryRendezvous()
-        rendezvous.put("tcp.at.0", _PLACES.encode(_Place("127.0.0.1", server.getsockname()[1], "", b"k" * 32)))
+        rendezvous.put(
+            "tcp.at.0", _ADDRESSES.encode(_ListenAddress("127.0.0.1", server.getsockname()[1], "", b"k" * 32))
+        )
         with pytest.raises(CollectiveTimeoutError) as caught:
             join(spec_of(2), 1, rendezvous, "127.0.0.1", 0.5)
         assert caught.value.missing == (0,)
@@ -59,7 +61,9 @@ def test_a_rank_of_this_host_that_does_not_answer_is_not_called_twice_within_the
     local, name = sockets.listen_locally() or pytest.skip("no Unix sockets without a file")
     with local, socket.create_server(("127.0.0.1", 0)) as server:
         rendezvous = MemoryRendezvous()
-        rendezvous.put("tcp.at.0", _PLACES.encode(_Place("127.0.0.1", server.getsockname()[1], name, b"k" * 32)))
+        rendezvous.put(
+            "tcp.at.0", _ADDRESSES.encode(_ListenAddress("127.0.0.1", server.getsockname()[1], name, b"k" * 32))
+        )
         with pytest.raises(CollectiveTimeoutError) as caught:
             join(spec_of(2), 1, rendezvous, "127.0.0.1", 0.2)
         assert caught.value.missing == (0,)
@@ -75,7 +79,7 @@ def test_it_listens_on_its_host_alone_and_only_while_it_joins() -> None:
     class Watched(MemoryRendezvous):
         def put(self, name: str, value: bytes) -> None:
             if name == "tcp.at.0":
-                host, port, *_ = _PLACES.decode(value)
+                host, port, *_ = _ADDRESSES.decode(value)
                 with pytest.raises(ConnectionRefusedError):
                     socket.create_connection(("127.0.0.1", port))
                 socket.create_connection((host, port)).close()
@@ -83,12 +87,12 @@ def test_it_listens_on_its_host_alone_and_only_while_it_joins() -> None:
             super().put(name, value)
 
     rendezvous = Watched()
-    made = join_all(rendezvous, 2, "127.0.0.2")
+    communicators = join_all(rendezvous, 2, "127.0.0.2")
     assert tried == ["127.0.0.2"]
-    host, port, *_ = _PLACES.decode(rendezvous.get("tcp.at.0", 0))
+    host, port, *_ = _ADDRESSES.decode(rendezvous.get("tcp.at.0", 0))
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, port))
-    for communicator in made:
+    for communicator in communicators:
         communicator.close()
 
 
@@ -101,9 +105,9 @@ def test_a_host_that_is_not_this_one_is_refused(host: str) -> None:
 
 
 def test_the_connections_find_out_about_dead_hosts() -> None:
-    made = join_all(MemoryRendezvous(), 2, "127.0.0.1", "127.0.0.2")
-    for communicator in made:
-        for peer in communicator._link._peers.values():
+    communicators = join_all(MemoryRendezvous(), 2, "127.0.0.1", "127.0.0.2")
+    for communicator in communicators:
+        for peer in communicator._tcp_mesh._peers.values():
             assert peer.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             assert peer.sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             assert peer.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 120_000
@@ -112,14 +116,18 @@ def test_the_connections_find_out_about_dead_hosts() -> None:
 
 
 def test_ranks_of_one_host_are_connected_within_it_and_others_by_the_network() -> None:
-    made = join_all(MemoryRendezvous(), 4, "127.0.0.1", "127.0.0.2")
-    for one in made:
-        assert {rank for rank, peer in one._link._peers.items() if sockets.is_local(peer.sock)} == {(one.rank + 2) % 4}
+    communicators = join_all(MemoryRendezvous(), 4, "127.0.0.1", "127.0.0.2")
+    for communicator in communicators:
+        assert {rank for rank, peer in communicator._tcp_mesh._peers.items() if sockets.is_local(peer.sock)} == {
+            (communicator.rank + 2) % 4
+        }
     launch = Launch(seq=1, ranks=(0, 1, 2, 3), timeout_s=10)
     with ThreadPoolExecutor(4) as threads:
-        for arrivals in threads.map(lambda one: run_launch(one, launch, arrival=bytes([one.rank])), made):
+        for arrivals in threads.map(
+            lambda communicator: run_launch(communicator, launch, arrival=bytes([communicator.rank])), communicators
+        ):
             assert arrivals == [b"\0", b"\1", b"\2", b"\3"]
-    for communicator in made:
+    for communicator in communicators:
         communicator.close()
 
 
@@ -129,13 +137,15 @@ def test_where_no_name_of_this_machine_can_be_used_the_network_is(monkeypatch: p
     listen = sockets.listen_locally
 
     def elsewhere() -> tuple[socket.socket, str] | None:
-        made = listen() if there else None
-        return None if made is None else (made[0], f"{made[1]} of another namespace")
+        listener = listen() if there else None
+        return None if listener is None else (listener[0], f"{listener[1]} of another namespace")
 
     monkeypatch.setattr(sockets, "listen_locally", elsewhere)
-    made = join_all(MemoryRendezvous(), 3)
-    assert not any(sockets.is_local(peer.sock) for one in made for peer in one._link._peers.values())
-    for communicator in made:
+    communicators = join_all(MemoryRendezvous(), 3)
+    assert not any(
+        sockets.is_local(peer.sock) for communicator in communicators for peer in communicator._tcp_mesh._peers.values()
+    )
+    for communicator in communicators:
         communicator.close()
 
 
@@ -144,11 +154,11 @@ def test_a_closed_communicator_gives_everything_back() -> None:
         return len(list(Path("/proc/self/fd").iterdir()))
 
     before = descriptors()
-    made = ThreadTeam("tcp", 3)
+    team = ThreadTeam("tcp", 3)
     assert descriptors() == before + 3 * (2 + 2)  # two connections each, and the pair that wakes
-    made.close()
+    team.close()
     assert descriptors() == before
-    for communicator in made.communicators:
+    for communicator in team.communicators:
         communicator.abort(1)  # nobody is there any more
         communicator.close()
 
@@ -174,20 +184,22 @@ def test_only_a_member_that_is_awaited_is_taken(purpose: str, secret: bytes | No
     class Watched(MemoryRendezvous):
         def put(self, name: str, value: bytes) -> None:
             if name == "tcp.at.0":
-                host, port, _, key = _PLACES.decode(value)
+                host, port, _, key = _ADDRESSES.decode(value)
                 address = Address(host=host, port=port, secret=key if secret is None else secret)
                 with pytest.raises(ChannelError):
                     stranger = open_stream(address, purpose, hello, 5)
                     stranger.receive(5)
             super().put(name, value)
 
-    made = join_all(Watched(), 2)
-    assert [list(one._link._peers) for one in made] == [[1], [0]]
+    communicators = join_all(Watched(), 2)
+    assert [list(communicator._tcp_mesh._peers) for communicator in communicators] == [[1], [0]]
     launch = Launch(seq=1, ranks=(0, 1), timeout_s=10)
     with ThreadPoolExecutor(2) as threads:
-        for arrivals in threads.map(lambda one: run_launch(one, launch, arrival=bytes([one.rank])), made):
+        for arrivals in threads.map(
+            lambda communicator: run_launch(communicator, launch, arrival=bytes([communicator.rank])), communicators
+        ):
             assert arrivals == [b"\0", b"\1"]
-    for communicator in made:
+    for communicator in communicators:
         communicator.close()
 
 
@@ -229,7 +241,7 @@ class Crowd(MemoryRendezvous):
 
     def put(self, name: str, value: bytes) -> None:
         for _ in range(self._count):
-            stranger = socket.create_connection(_PLACES.decode(value)[:2])
+            stranger = socket.create_connection(_ADDRESSES.decode(value)[:2])
             with contextlib.suppress(OSError):
                 stranger.sendall(self._words)
             self.strangers.append(stranger)
@@ -245,9 +257,9 @@ def test_hundreds_of_strangers_only_delay_a_join(
     """Many more come than are listened to at once. Members come to the port, too, as those of other hosts do."""
     monkeypatch.setattr(sockets, "listen_locally", lambda: None)
     crowd = Crowd(120, words)
-    made = join_all(crowd, 3)
-    for communicator in made:
-        assert sorted(communicator._link._peers) == sorted({0, 1, 2} - {communicator.rank})
+    communicators = join_all(crowd, 3)
+    for communicator in communicators:
+        assert sorted(communicator._tcp_mesh._peers) == sorted({0, 1, 2} - {communicator.rank})
         communicator.close()
     lines = warnings_in(caplog)
     assert lines

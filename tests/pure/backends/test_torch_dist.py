@@ -83,13 +83,13 @@ def listening() -> set[str]:
         for link in Path("/proc/self/fd").iterdir()
         if link.is_symlink() and str(link.readlink()).startswith("socket:")
     }
-    found = set()
+    hosts = set()
     for table in ("tcp", "tcp6"):
         for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in inodes:
-                found.add(fields[1].split(":")[0])
-    return found
+                hosts.add(fields[1].split(":")[0])
+    return hosts
 
 
 def test_it_listens_on_the_given_address_only() -> None:
@@ -215,7 +215,7 @@ def test_pieces_larger_than_agreed_are_our_bug_and_no_hang() -> None:
     communicator = alone("torch:gloo")
     launch = Launch(seq=1, ranks=(0,), timeout_s=5)
     side = (on_device(np.ones(3), gaps=False),)
-    with pytest.raises(InternalError, match="more than the 2 elements"):
+    with pytest.raises(InternalError, match="more than the agreed 2 elements"):
         communicator.launch(launch, (Kernel(kind=OpKind.ALLTOALL, src=side, dst=side, most=2),))
     communicator.close()
 
@@ -238,7 +238,7 @@ def run_on_device(communicator: Communicator, launch: Launch, case: Case, gaps: 
     if case.inplace:
         dst, shared = put_in_place(case.kind, communicator.rank, src, dst)
     run_kernel(communicator, launch, case, (src, dst, most), staged=False)
-    host = {id(one): one.tensor.numpy() for one in (*listed(src), *listed(dst))}
+    host = {id(tensor): tensor.tensor.numpy() for tensor in (*listed(src), *listed(dst))}
     src, dst, shared = (as_read(side, host) for side in (src, dst, shared))
     return what_is_wrong(case, given, src, expected, dst, shared, False), checksum_of(dst)
 

@@ -138,8 +138,8 @@ def test_large_arrays_are_reduced_in_parts_at_the_same_time(
         return work
 
     monkeypatch.setattr(Calls, "begin", recorded)
-    found = team.must(body_parts, [team.launch() for _ in range(2)], LARGE + LARGE // 6)
-    assert found == [[True] * 3] * 3
+    results = team.must(body_parts, [team.launch() for _ in range(2)], LARGE + LARGE // 6)
+    assert results == [[True] * 3] * 3
     assert len(open_at_once) == 3 * 2 * 7
     assert max(open_at_once) == _torch_run.AHEAD
 

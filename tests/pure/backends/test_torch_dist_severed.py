@@ -13,10 +13,10 @@ from raycollect.backends.torch_dist.severed import sever
 
 @pytest.fixture
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as one:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as client:
         other, _ = listener.accept()
         with other:
-            yield one, other
+            yield client, other
 
 
 def published(sock: socket.socket) -> bytes:
@@ -26,11 +26,11 @@ def published(sock: socket.socket) -> bytes:
 
 
 def test_the_connections_of_the_addresses_end_and_no_others(pair: tuple[socket.socket, socket.socket]) -> None:
-    one, other = pair
+    client, other = pair
     sever([b"no address"])
-    one.sendall(b"x")
+    client.sendall(b"x")
     assert other.recv(1) == b"x"
-    sever([published(one)])
+    sever([published(client)])
     assert other.recv(1) == b""
 
 

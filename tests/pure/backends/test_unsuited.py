@@ -26,29 +26,29 @@ def test_it_is_told_why_it_is_no_tensor_and_the_cure_gives_one(name: str) -> Non
     value = kind.make(torch)
     assert arrays.view(value) is None
     for text in (
-        arrays.told(value),
-        unkept(value, arrays.is_tensor, arrays.told),
-        unkept({"a": [np.ones(2), value]}, arrays.is_tensor, arrays.told),
+        arrays.describe_value(value),
+        unkept(value, arrays.is_tensor, arrays.describe_value),
+        unkept({"a": [np.ones(2), value]}, arrays.is_tensor, arrays.describe_value),
     ):
         assert [word for word in kind.words if word not in text] == [], text
     assert Container.of(kind.cure(value), arrays.is_tensor) is not None
 
 
 def test_nothing_is_made_up_about_what_is_a_tensor_or_does_not_look_like_one() -> None:
-    assert arrays.told(torch.ones(2)) == "a torch.Tensor"
-    assert arrays.told(np.ones(2)) == "a numpy.ndarray"
-    assert arrays.told("text") == "a str"
-    assert arrays.told(torch.float32) == "a torch.dtype"
+    assert arrays.describe_value(torch.ones(2)) == "a torch.Tensor"
+    assert arrays.describe_value(np.ones(2)) == "a numpy.ndarray"
+    assert arrays.describe_value("text") == "a str"
+    assert arrays.describe_value(torch.float32) == "a torch.dtype"
 
 
 def test_a_tensor_that_has_become_another_kind_is_told(fleet: MakeFleet) -> None:
-    one = fleet(2)
+    started = fleet(2)
     tensor = torch.ones(3, dtype=torch.complex64)
-    keys = [one.keep(0, tensor), one.keep(1, np.ones(3, "complex64"))]
+    keys = [started.keep(0, tensor), started.keep(1, np.ones(3, "complex64"))]
     tensor.data = tensor.conj()
-    for outcome in one.run(OpKind.ALLREDUCE, keys):
+    for outcome in started.run(OpKind.ALLREDUCE, keys):
         assert "resolve_conj()" in str(outcome.error)
-    one.works_on()
+    started.works_on()
 
 
 @pytest.mark.parametrize("lazy", [lambda x: x.conj(), lambda x: x.conj().imag, lambda x: torch._neg_view(x.conj())])

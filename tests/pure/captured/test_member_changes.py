@@ -53,7 +53,7 @@ def test_a_run_that_begins_just_before_its_group_drains_goes_on_though_another_a
     (stranger,) = lease(controller, group("other", (20,))).values()
 
     def begun() -> int:
-        pending.append(threads.apart(retire, fleet))
+        pending.append(threads.call_in_helper(retire, fleet))
         assert dispatching.asked.wait(WAIT_S)
         controller.messages.lost(stranger, "killed")
         return begin()

@@ -50,7 +50,7 @@ class Party:
                 if request.key == b"boom":
                     raise RuntimeError("boom")
                 half = len(self.value) // 2
-                link.send(Fetched(found=b"n2"), [self.value[:half], self.value[half:]])
+                link.send(Fetched(description=b"n2"), [self.value[:half], self.value[half:]])
             elif isinstance(request, Free):
                 link.send(Freed(count=len(request.keys)))
             else:

@@ -22,7 +22,7 @@ def test_a_control_message_overtakes_a_blob(rig: Rig) -> None:
     link = rig.connect(address, here)
     client = DataClient(address, LIMIT_S)
     answer = client.request(Fetch(key=b"k"))
-    assert answer == Fetched(found=b"n2", blob_nbytes=20 << 20)
+    assert answer == Fetched(description=b"n2", blob_nbytes=20 << 20)
     link.send(Bye())  # the blob is under way and nobody reads it yet
     assert here.messages.get(timeout=LIMIT_S) == Bye()
     into = bytearray(20 << 20)

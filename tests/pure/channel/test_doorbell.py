@@ -27,8 +27,8 @@ def bell():
 
 
 def answer(doorbell, slot, number):
-    (found,) = doorbell.answers(number, [slot])
-    return found
+    (payload,) = doorbell.answers(number, [slot])
+    return payload
 
 
 def test_a_message_that_does_not_fit_goes_by_the_channel(bell):
@@ -52,20 +52,20 @@ def test_a_message_that_does_not_fit_leaves_the_next_cell_as_it_is(bell):
 
 def test_both_ends_stay_awake_for_a_while_before_they_sleep(monkeypatch):
     """After a run was begun, and after it was answered: the other end is heard of while they yield."""
-    bell, told = Doorbell(1), []
+    bell, steps = Doorbell(1), []
     post = DoorbellClient(bell.segment, 0)
     for sleeps in (bell._semaphore, post._futex):
         monkeypatch.setattr(sleeps, "wait", lambda *_: pytest.fail("it sleeps"))
     monkeypatch.setattr(doorbell_module, "YIELD_S", 20.0)
     bell._awake_s = 20.0  # however few cores there are
-    monkeypatch.setattr(os, "sched_yield", lambda: told.pop()())
+    monkeypatch.setattr(os, "sched_yield", lambda: steps.pop()())
     number = bell.begin()
     bell.runs[0].write(number, 1, 0, b"")
     take(post)
-    told += [lambda: post.answer(number, b"answer"), lambda: None]
+    steps += [lambda: post.answer(number, b"answer"), lambda: None]
     bell.wait(20.0, number, [0])
     assert answer(bell, 0, number) == b"answer"
-    told += [lambda: bell.runs[0].write(number + 1, 1, 0, b"run"), lambda: None]
+    steps += [lambda: bell.runs[0].write(number + 1, 1, 0, b"run"), lambda: None]
     assert post.take(20.0).payload == b"run"
     bell.close()
 
@@ -94,8 +94,8 @@ def test_all_who_sleep_are_woken_at_once(bell, monkeypatch):
     for post in posts:
         post._futex.wait = lambda *args, wait=post._futex.wait: (asleep.wait(20), wait(*args))[1]
     threads = [threading.Thread(target=lambda post=post: taken.append(post.take(60.0))) for post in posts]
-    for one in threads:
-        one.start()
+    for thread in threads:
+        thread.start()
     asleep.wait(20)
     number = bell.begin()
     for ring in bell.runs:
@@ -103,8 +103,8 @@ def test_all_who_sleep_are_woken_at_once(bell, monkeypatch):
     threads[0].join(0.05)
     assert not taken
     bell.ring(number)
-    for one in threads:
-        one.join(20)
+    for thread in threads:
+        thread.join(20)
     assert taken == [Entry(number, 1, 0, b"")] * 3
 
 

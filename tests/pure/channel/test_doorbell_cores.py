@@ -49,11 +49,11 @@ class Seats:
 
 @pytest.fixture
 def seats_at(monkeypatch):
-    made = []
+    all_seats = []
     monkeypatch.setattr(doorbell_module, "YIELD_S", WAIT_S)
-    yield lambda *args, **kwargs: made.append(Seats(*args, monkeypatch, **kwargs)) or made[-1]
-    for one in made:
-        one.bell.close()
+    yield lambda *args, **kwargs: all_seats.append(Seats(*args, monkeypatch, **kwargs)) or all_seats[-1]
+    for seats in all_seats:
+        seats.bell.close()
 
 
 @pytest.mark.parametrize(("cores", "at"), [(2, [1, 0]), (2, [0, 1, 0]), (1, [0, 0]), (4, [3, 1, 0, 2]), (3, [0] * 3)])
@@ -122,7 +122,7 @@ def test_a_thread_of_the_real_system_gets_its_mask_back(monkeypatch):
     thread.start()
     thread.join(WAIT_S)
     bell.close()
-    kept, after = seen
-    assert len(kept) == 1
-    assert kept <= before
+    pinned, after = seen
+    assert len(pinned) == 1
+    assert pinned <= before
     assert after == before == os.sched_getaffinity(0)

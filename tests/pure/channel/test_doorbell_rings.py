@@ -48,11 +48,11 @@ class asleep:
         self._module = module
 
     def __enter__(self) -> None:
-        self._kept = self._module.YIELD_S, self._module._SLICE_S
+        self._saved = self._module.YIELD_S, self._module._SLICE_S
         self._module.YIELD_S, self._module._SLICE_S = 0.0, PATIENT_S
 
     def __exit__(self, *exc: object) -> None:
-        self._module.YIELD_S, self._module._SLICE_S = self._kept
+        self._module.YIELD_S, self._module._SLICE_S = self._saved
 
 
 def _late(rng: random.Random) -> None:
@@ -89,15 +89,15 @@ def body_barriers(communicator: Any, launches: list[Launch], barriers: int, seed
 @pytest.mark.parametrize("seed", range(2))
 def test_no_ring_is_lost_between_processes(workers: Workers, seed: int) -> None:
     team = ProcessTeam("shm", 3, workers(3))
-    found: list[tuple[int, int]] = []
+    counts: list[tuple[int, int]] = []
     for _ in range(ROUNDS):
         launches = [team.launch() for _ in range(60)]
-        found += team.must(body_barriers, launches, 30, seed)
-        if sum(sleeps for sleeps, _ in found) > 1000:
+        counts += team.must(body_barriers, launches, 30, seed)
+        if sum(sleeps for sleeps, _ in counts) > 1000:
             break
     team.close()
-    assert not any(lost for _, lost in found)
-    assert sum(sleeps for sleeps, _ in found) > 1000
+    assert not any(lost for _, lost in counts)
+    assert sum(sleeps for sleeps, _ in counts) > 1000
 
 
 def body_serve(communicator: Any, segment: Any, slot: int, runs: int, seed: int) -> tuple[int, int]:
@@ -134,13 +134,13 @@ def test_no_run_and_no_answer_waits_for_a_ring_that_is_lost(workers: Workers, se
             keep = rng.randrange(doorbell.IN_FLIGHT) if turn + 1 < runs else 0
             while len(begun) > keep:
                 (number, payloads), until_s = begun.pop(0), time.monotonic() + WAIT_S
-                while None in (found := bell.answers(number, range(slots))):
+                while None in (results := bell.answers(number, range(slots))):
                     assert time.monotonic() < until_s
                     bell.wait(WAIT_S)
-                assert found == [payload[::-1] for payload in payloads]
+                assert results == [payload[::-1] for payload in payloads]
         bell.close()
-    found = [one.result(WAIT_S) for one in serving]
+    results = [future.result(WAIT_S) for future in serving]
     team.close()
-    assert [lost for _, lost in found] == [0] * slots
+    assert [lost for _, lost in results] == [0] * slots
     assert ear.lost == 0
     assert ear.sleeps > 100

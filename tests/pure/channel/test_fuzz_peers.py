@@ -55,7 +55,7 @@ from tests.pure import participants
 from tests.pure.channel.parties import LIMIT_S
 from tests.pure.driver.leased import controller, lease, registered_anew
 from tests.pure.driver.tracked_plans import asked, flying, group, key_of
-from tests.pure.thread_faults import apart
+from tests.pure.thread_faults import helper_threads
 from tests.support.values import named_member, replace
 
 __all__ = ["controller"]
@@ -79,7 +79,7 @@ def value(rng: random.Random, hint: Any) -> Any:
     if type(None) in args:
         return None if rng.random() < 0.3 else value(rng, args[0])
     if origin is tuple and args[1:] != (Ellipsis,):
-        return tuple(value(rng, one) for one in args)
+        return tuple(value(rng, part) for part in args)
     if origin in (list, tuple):
         return origin(value(rng, args[0]) for _ in range(rng.choice((0, 1, 2, 5))))
     if origin is dict:
@@ -96,7 +96,7 @@ def value(rng: random.Random, hint: Any) -> Any:
         bytes: lambda: rng.randbytes(rng.choice((0, 1, 16, 28, 500))),
     }
     if hint not in plain:  # a part of a message
-        return hint(**{name: value(rng, one) for name, one in typing.get_type_hints(hint).items()})
+        return hint(**{name: value(rng, part) for name, part in typing.get_type_hints(hint).items()})
     return plain[hint]()
 
 
@@ -105,19 +105,19 @@ def _error(rng: random.Random) -> Any:
     violation = {"kind": "mismatch", "rank": rng.choice((0, -1, 99)), "field": "shape", "found": "3"}
     good: list[Any] = [to_wire(KernelError(rank=rng.choice((0, 1, 99)), detail="x"))]
     good += [to_wire(refusal("allreduce", "", ())), to_wire(PlanAbortedError(detail="x"))]
-    one = rng.choice(good)
+    error = rng.choice(good)
     if rng.random() < 0.5:
-        return one
-    changed = {"type": one["type"], "fields": dict(one["fields"])}
+        return error
+    changed = {"type": error["type"], "fields": dict(error["fields"])}
     odd = rng.choice((None, -1, "x", b"x", [], [1], {}, [violation], [None], 2**63, 1.5))
     changed["fields"][rng.choice([*changed["fields"], "more"])] = odd
-    return rng.choice((changed, {**changed, "type": odd}, {"type": one["type"]}, {}, {"fields": {}}))
+    return rng.choice((changed, {**changed, "type": odd}, {"type": error["type"]}, {}, {"fields": {}}))
 
 
 def plausible(rng: random.Random, cls: type[Message]) -> Message:
     """A message with fields that mean something to its receiver, most of them."""
-    hints, made = typing.get_type_hints(cls), message(rng, cls)
-    known: dict[str, Any] = {
+    hints, sample = typing.get_type_hints(cls), message(rng, cls)
+    valid: dict[str, Any] = {
         "group_id": lambda: rng.choice((*(f"id of {name}" for name in NAMES), "")),
         "seq": lambda: rng.choice((0, 1, 2, 3, 2**63)),
         "predecessor": lambda: rng.choice((0, 1, 2**63)),
@@ -128,8 +128,8 @@ def plausible(rng: random.Random, cls: type[Message]) -> Message:
         "communicator": lambda: rng.choice(("all", "0>1", "1>0", "0>0", "x", "")),
         "error": lambda: _error(rng) if dict in (hints["error"], typing.get_origin(hints["error"])) else _maybe(rng),
     }
-    changes = {name: known[name]() for name in hints if name in known and rng.random() < 0.9}
-    return typing.cast(Message, replace(typing.cast(Any, made), **changes))
+    changes = {name: valid[name]() for name in hints if name in valid and rng.random() < 0.9}
+    return typing.cast(Message, replace(typing.cast(Any, sample), **changes))
 
 
 def _maybe(rng: random.Random) -> Any:
@@ -143,40 +143,40 @@ class Caller:
     """A controller's end: what it was told, and how its link ended."""
 
     def __init__(self) -> None:
-        self.told: queue.Queue[Any] = queue.Queue()
+        self.events: queue.Queue[Any] = queue.Queue()
 
     def received(self, link: Link, message: Message) -> None:
-        self.told.put(message)
+        self.events.put(message)
 
     def closed(self, link: Link, reason: ChannelError) -> None:
-        self.told.put(reason)
+        self.events.put(reason)
 
     def hear(self, *kinds: type) -> Any:
         """The next thing of one of these kinds."""
-        while not isinstance(one := self.told.get(timeout=LIMIT_S), kinds):
+        while not isinstance(event := self.events.get(timeout=LIMIT_S), kinds):
             pass
-        return one
+        return event
 
 
 @pytest.fixture
 def participant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Participant]:
     """A participant's process without Ray, with its server on a socket."""
     monkeypatch.setattr(segment, "JOIN_TIMEOUT_S", 0.2)  # else rank 0 waits for its members, lease or not
-    before = apart()
-    made = participants.participant()
-    yield made
-    made.close()
-    for thread in apart(before):
+    before = helper_threads()
+    started = participants.participant()
+    yield started
+    started.close()
+    for thread in helper_threads(before):
         thread.join(LIMIT_S)
         assert not thread.is_alive()
-    assert made.runtime.process_groups._process_groups == {}
+    assert started.runtime.process_groups._process_groups == {}
 
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    made = Hub()
-    yield made
-    made.close()
+    started = Hub()
+    yield started
+    started.close()
 
 
 def drive(participant: Participant, hub: Hub) -> tuple[Caller, Link]:
@@ -227,12 +227,12 @@ def _join(rng: random.Random) -> Join:
 def _order(rng: random.Random) -> Order:
     """A program of groups that may be there or not, after plans that may never come."""
     left, right = group("left", (5, 6)), group("right", (5, 7))
-    one = flying(asked(left, (0, 1)), asked(right, (2, 3)))
+    flight = flying(asked(left, (0, 1)), asked(right, (2, 3)))
     payload = bytearray(
         encode_order(
             Ticket(rng.choice((0, 1, 2, 2**63)), rng.choice((0, 0, 7, 2**63))),
             [key_of(at) for at in range(2)],
-            encode_program(one.plan.program(0)),
+            encode_program(flight.plan.program(0)),
         )
     )
     if rng.random() < 0.5:
@@ -245,9 +245,9 @@ def _order(rng: random.Random) -> Order:
 
 
 def _for_participant(rng: random.Random, name: str) -> Message:
-    known: dict[str, Callable[[random.Random], Message]] = {"Join": _join, "Order": _order}
-    if name in known and rng.random() < 0.7:
-        return known[name](rng)
+    makers: dict[str, Callable[[random.Random], Message]] = {"Join": _join, "Order": _order}
+    if name in makers and rng.random() < 0.7:
+        return makers[name](rng)
     return plausible(rng, MESSAGES[name])
 
 
@@ -298,7 +298,7 @@ def test_a_holder_outlives_any_client(participant: Participant, seed: int) -> No
             pass
         client.close()
     client = DataClient(participant._server.address, LIMIT_S)
-    payload = encode(Fetched(found=b"", blob_nbytes=rng.choice((1, 2**40, 2**63))))  # nobody asked
+    payload = encode(Fetched(description=b"", blob_nbytes=rng.choice((1, 2**40, 2**63))))  # nobody asked
     stream = client._stream
     stream.sock.sendall(len(payload).to_bytes(4, "big") + stream.connection._outward.tag(payload) + payload)
     with pytest.raises(ConnectionLostError):
@@ -367,18 +367,18 @@ class Scene:
 @pytest.fixture
 def scene(controller: Controller) -> Scene:
     left, right = group("left", (5, 6, 7)), group("right", (8, 7))
-    found = lease(controller, left, right)
-    for one in (left, right):
-        controller.groups.coordinators.open(one)
-        for member in one.members:
-            found[member.actor].group_ids.add(one.spec.group_id)
+    links = lease(controller, left, right)
+    for item in (left, right):
+        controller.groups.coordinators.open(item)
+        for member in item.members:
+            links[member.actor].group_ids.add(item.spec.group_id)
     plans = [
         flying(asked(left, (0, 1, 2))),
         flying(asked(left, (0, 1, 2)), asked(right, (4, 3))),
         flying(asked(right, (4, 3))),
     ]
-    trackers = [registered_anew(controller, one) for one in plans]
-    peers = {number: found[f"Worker({number})"] for number in (5, 6, 7, 8)}
+    trackers = [registered_anew(controller, item) for item in plans]
+    peers = {number: links[f"Worker({number})"] for number in (5, 6, 7, 8)}
     return Scene(controller=controller, peers=peers, trackers=tuple(trackers))
 
 
@@ -421,9 +421,9 @@ def _serves_the_others(scene: Scene, hostile: ParticipantLink) -> None:
     """Who has said nothing wrong goes on, and every plan has an outcome: also those of a participant that is gone."""
     others = {peer.info["actor_id"]: peer for peer in scene.peers.values() if peer is not hostile}
     for tracker in scene.trackers:
-        for at, one in enumerate(tracker.plan.participants):
-            if one in others and tracker.is_pending(at):
-                assert hear(others[one], Done(seq=tracker.seq, ranks=[], error=None, story=[]))
+        for at, participant in enumerate(tracker.plan.participants):
+            if participant in others and tracker.is_pending(at):
+                assert hear(others[participant], Done(seq=tracker.seq, ranks=[], error=None, story=[]))
         assert tracker.resolved
         assert tracker.has_ended
         str(tracker.error)

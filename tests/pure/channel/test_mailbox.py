@@ -54,10 +54,10 @@ def test_a_cell_is_free_when_its_letter_was_taken(mailbox: Mailbox) -> None:
     slot, client = ends(mailbox)
     for turn in range(3):
         sent = [b"%d" % (turn * CELLS + number) for number in range(CELLS)]
-        assert all(slot.write(letters(mailbox), b"", one) for one in sent)
+        assert all(slot.write(letters(mailbox), b"", letter) for letter in sent)
         assert not slot.write(letters(mailbox), b"", b"one too many")
         taken = [client.take(WAIT_S) for _ in sent]
-        assert [one.rest for one in taken if one is not None] == sent
+        assert [letter.rest for letter in taken if letter is not None] == sent
         assert client.take(0.0) is None
 
 
@@ -119,24 +119,24 @@ def test_whoever_is_asked_for_a_cell_may_give_it_back(mailbox: Mailbox) -> None:
 def test_only_those_who_are_addressed_wake(mailbox: Mailbox) -> None:
     all_ends = [ends(mailbox) for _ in range(4)]
     addressed = {1, 3}
-    came: dict[int, list[Received | None]] = {at: [] for at in (0, *addressed)}
+    received: dict[int, list[Received | None]] = {at: [] for at in (0, *addressed)}
 
     def take(at: int) -> None:
-        came[at].append(all_ends[at][1].take(WAIT_S))
+        received[at].append(all_ends[at][1].take(WAIT_S))
 
-    threads = {at: threading.Thread(target=take, args=(at,)) for at in came}
-    for one in threads.values():
-        one.start()
+    threads = {at: threading.Thread(target=take, args=(at,)) for at in received}
+    for thread in threads.values():
+        thread.start()
     plan = letters(mailbox)
     for at in addressed:
         assert all_ends[at][0].write(plan, b"", b"%d" % at)
     for at in addressed:
         threads[at].join(WAIT_S)
-        assert came[at] == [Received(1, 0, b"", b"%d" % at)]
-    assert came[0] == []
+        assert received[at] == [Received(1, 0, b"", b"%d" % at)]
+    assert received[0] == []
     all_ends[0][1].wake()
     threads[0].join(WAIT_S)
-    assert came[0] == [None]
+    assert received[0] == [None]
 
 
 def test_threads_of_the_controller_wake_at_an_end_and_when_they_are_told(mailbox: Mailbox) -> None:
@@ -154,15 +154,15 @@ def test_threads_of_the_controller_wake_at_an_end_and_when_they_are_told(mailbox
             mailbox.wait(seen, WAIT_S)
 
     waiting = [threading.Thread(target=wait) for _ in range(2)]
-    for one in waiting:
-        one.start()
+    for thread in waiting:
+        thread.start()
     client.ended(1)
     assert has_looked.wait(WAIT_S)
     is_told.set()
     mailbox.wake()
-    for one in waiting:
-        one.join(WAIT_S)
-        assert not one.is_alive()
+    for thread in waiting:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
 
 
 def test_a_change_after_the_look_is_not_slept_through(mailbox: Mailbox) -> None:

@@ -13,8 +13,8 @@ from raycollect.channel.protocol import (
     MAX_FRAME_NBYTES,
     MAX_HANDSHAKE_NBYTES,
     Connection,
+    ConnectionState,
     Opened,
-    State,
 )
 from raycollect.errors import AuthenticationError, ChannelError, ConnectionLostError, ProtocolError
 from tests.pure.channel.wire import HELLO, SECRET, Wire
@@ -23,7 +23,7 @@ from tests.pure.channel.wire import HELLO, SECRET, Wire
 def _raises_for_ever(connection: Connection, data: bytes, error: type[ChannelError] = ChannelError) -> None:
     with pytest.raises(error):
         connection.receive(data)
-    assert connection.state is State.CLOSED
+    assert connection.state is ConnectionState.CLOSED
     for more in (b"", b"x", data):
         with pytest.raises(ProtocolError):
             connection.receive(more)
@@ -38,7 +38,7 @@ def _raises_for_ever(connection: Connection, data: bytes, error: type[ChannelErr
 def test_the_handshake_opens_both_ends(purpose: str) -> None:
     wire = Wire(purpose=purpose).open()
     assert wire.server_opened == wire.client_opened == Opened(purpose, HELLO)
-    assert wire.server.state is wire.client.state is State.OPEN
+    assert wire.server.state is wire.client.state is ConnectionState.OPEN
 
 
 def test_messages_go_both_ways() -> None:
@@ -83,12 +83,12 @@ def _unknown() -> tuple[Connection, bytes]:
 def _blob_on_control() -> tuple[Connection, bytes]:
     wire = Wire().open()
     wire.server.purpose = "data"  # a peer that breaks the rule
-    return wire.client, wire.server.send(Fetched(found=b""), 3)
+    return wire.client, wire.server.send(Fetched(description=b""), 3)
 
 
 def _frames_in_a_blob() -> tuple[Connection, bytes]:
     wire = Wire(purpose="data").open()
-    wire.client.receive(wire.server.send(Fetched(found=b""), 3))
+    wire.client.receive(wire.server.send(Fetched(description=b""), 3))
     return wire.client, b"abc"
 
 
@@ -201,7 +201,7 @@ def test_a_flipped_bit_anywhere_in_a_frame_is_refused() -> None:
             assert bit < 32
             assert server.receive_eof().detail.startswith("the connection ended in the middle")
         except (AuthenticationError, ProtocolError):
-            assert server.state is State.CLOSED
+            assert server.state is ConnectionState.CLOSED
 
 
 def test_a_message_that_is_too_big_is_refused_by_its_sender_who_goes_on() -> None:
@@ -246,8 +246,8 @@ def test_the_end_of_the_stream_says_whether_something_was_cut() -> None:
 def test_a_blob_follows_its_frame_and_frames_follow_the_blob() -> None:
     wire = Wire(purpose="data").open()
     blob = bytes(range(256)) * 40
-    stream = wire.server.send(Fetched(found=b""), len(blob)) + blob + wire.server.send(Bye())
-    assert wire.client.receive(stream[:1000]) == [Fetched(found=b"", blob_nbytes=len(blob))]
+    stream = wire.server.send(Fetched(description=b""), len(blob)) + blob + wire.server.send(Bye())
+    assert wire.client.receive(stream[:1000]) == [Fetched(description=b"", blob_nbytes=len(blob))]
     got = bytearray(wire.client.take_buffered(100))
     assert len(got) == 100
     got += wire.client.take_buffered(1 << 30)
@@ -263,10 +263,10 @@ def test_a_blob_follows_its_frame_and_frames_follow_the_blob() -> None:
 def test_blobs_only_where_they_are_allowed() -> None:
     control, data = Wire().open(), Wire(purpose="data").open()
     for connection, message, nbytes in (
-        (control.server, Fetched(found=b""), 3),
+        (control.server, Fetched(description=b""), 3),
         (data.server, Bye(), 3),
-        (data.server, Fetched(found=b"", blob_nbytes=4), 3),
-        (data.server, Fetched(found=b"", blob_nbytes=4), 0),
+        (data.server, Fetched(description=b"", blob_nbytes=4), 3),
+        (data.server, Fetched(description=b"", blob_nbytes=4), 0),
         (data.server, Fetch(key=b""), 1),
     ):
         with pytest.raises(ProtocolError):

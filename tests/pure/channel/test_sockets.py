@@ -14,7 +14,7 @@ import pytest
 
 from raycollect.channel import DataClient, Link, Server, endpoint, server
 from raycollect.channel.messages import Abort, Arrive, Bye, Message, Publish
-from raycollect.channel.stream import Stream, open_stream
+from raycollect.channel.stream import SocketStream, open_stream
 from raycollect.core.model import Address
 from raycollect.errors import AuthenticationError, ConnectionLostError
 from tests.pure.channel.parties import HOST, LIMIT_S, SECRET, Party, Rig, echo, rig
@@ -32,7 +32,7 @@ def _raw(address: Address) -> socket.socket:
 def test_what_was_received_before_the_hub_takes_over_is_delivered(rig: Rig) -> None:
     here = Party()
     opened = open_stream(rig.serve(Party()), "control", {}, LIMIT_S)
-    rig.hub.adopt(Stream(opened.sock, opened.connection, [Bye()]), {}, here)
+    rig.hub.adopt(SocketStream(opened.sock, opened.connection, [Bye()]), {}, here)
     assert here.messages.get(timeout=LIMIT_S) == Bye()
 
 

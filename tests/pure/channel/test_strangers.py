@@ -197,7 +197,7 @@ def held_by_the_channel() -> int:
     """The bytes that are held by what the channel's own code has made."""
     folder = Path(channel.__file__).parent
     snapshot = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, f"{folder}/*")])
-    return sum(one.size for one in snapshot.statistics("filename"))
+    return sum(statistic.size for statistic in snapshot.statistics("filename"))
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ def claimed(claims: Claims, key: str, release: threading.Event) -> Future[None]:
             has_begun.set()
             assert release.wait(WAIT_S)
 
-    holding = threads.apart(hold)
+    holding = threads.call_in_helper(hold)
     assert has_begun.wait(WAIT_S)
     return holding
 

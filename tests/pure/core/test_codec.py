@@ -47,10 +47,10 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    one._what: Kind(one._hint, one.encode, one.decode)
+    codec._what: Kind(codec._hint, codec.encode, codec.decode)
     for m in MODULES
-    for one in vars(m).values()
-    if type(one) is Codec
+    for codec in vars(m).values()
+    if type(codec) is Codec
 }
 KINDS |= {name: Kind(cls, messages.encode, messages.decode) for name, cls in MESSAGES.items()}
 
@@ -146,7 +146,9 @@ def _within(hint: type, bounds: msgspec.Meta) -> st.SearchStrategy[Any]:
 
 
 def test_the_list_is_whole() -> None:
-    public = {name for name, one in vars(messages).items() if isinstance(one, type) and issubclass(one, Message)}
+    public = {
+        name for name, member in vars(messages).items() if isinstance(member, type) and issubclass(member, Message)
+    }
     assert set(MESSAGES) == public - {"Message"}
     assert len(KINDS) > len(MESSAGES) + 25
 
@@ -154,11 +156,11 @@ def test_the_list_is_whole() -> None:
 def _is_refused_or_read(kind: Kind, data: bytes) -> None:
     """Reads bytes that may be anything: a typed refusal, or a value that can be written again."""
     try:
-        found = kind.decode(data)
+        decoded = kind.decode(data)
     except RaycollectError:
         return
-    again = kind.decode(kind.encode(found))
-    assert again == found or repr(again) == repr(found)  # not a number
+    again = kind.decode(kind.encode(decoded))
+    assert again == decoded or repr(again) == repr(decoded)  # not a number
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -169,11 +171,11 @@ def test_values_survive_and_all_mutations_of_their_bytes_are_refused_or_read(nam
     @given(_of(kind.hint), st.data())
     def survives(value: Any, data: st.DataObject) -> None:
         packed = kind.encode(value)
-        found = kind.decode(packed)
-        assert found == value
-        assert type(found) is type(value)
+        decoded = kind.decode(packed)
+        assert decoded == value
+        assert type(decoded) is type(value)
         if name in ("program", "arrival", "tensors of a handle"):  # keys of caches
-            assert hash(found) == hash(value), "values are hashable: tuples, not lists"
+            assert hash(decoded) == hash(value), "values are hashable: tuples, not lists"
         for cut in range(len(packed)):
             with pytest.raises(RaycollectError):
                 kind.decode(packed[:cut])
@@ -253,8 +255,8 @@ _SAMPLES = Codec[_Sample](_Sample, "sample")
 @pytest.mark.parametrize(
     "fields",
     [
-        *([one, 1, 2.5, 7] for one in (3, -1, True, 1.0, "1", None)),
-        *([1, one, 2.5, 7] for one in (True, 2, {})),
+        *([bad, 1, 2.5, 7] for bad in (3, -1, True, 1.0, "1", None)),
+        *([1, bad, 2.5, 7] for bad in (True, 2, {})),
         *([1, 1, "x", 7], [1, 1, None, b"x"], [1, 1, None, None]),
         *([], [1, 1, None], [1, 1, None, 0, 0], "abcd", {"number": 1, "colour": 1}),
     ],
@@ -266,10 +268,10 @@ def test_what_a_field_may_not_have_is_told(fields: Any) -> None:
 
 
 def _below(cls: type[Wire]) -> list[type[Wire]]:
-    return [one for sub in cls.__subclasses__() for one in (sub, *_below(sub))]
+    return [below for sub in cls.__subclasses__() for below in (sub, *_below(sub))]
 
 
-@pytest.mark.parametrize("cls", [one for one in _below(Wire) if one.__struct_fields__], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", [wire for wire in _below(Wire) if wire.__struct_fields__], ids=lambda cls: cls.__name__)
 def test_an_array_that_lacks_items_is_refused(cls: type[Wire]) -> None:
     """Only items at the end may be missing of an array, and only those of fields with defaults."""
     assert msgspec.structs.fields(cls)[-1].required
@@ -280,7 +282,7 @@ def test_a_time_is_no_option_of_a_group() -> None:
     packed = msgspec.msgpack.encode(spec)
     timestamp = msgpack.packb(msgpack.Timestamp(1))
     assert Codec[GroupSpec](GroupSpec, "spec").decode(packed) == spec
-    with pytest.raises(ProtocolError, match="a time is no option"):
+    with pytest.raises(ProtocolError, match="an option can't be a time"):
         Codec[GroupSpec](GroupSpec, "spec").decode(packed.replace(msgpack.packb("x"), timestamp))
 
 
@@ -301,28 +303,28 @@ def test_where_anything_may_be_neither_depth_nor_types_of_others_are_read(data: 
 
 
 def test_numbers_and_text_of_subclasses_travel_as_those_of_their_base() -> None:
-    found = Codec[Any](Any, "thing").decode(Codec[Any](Any, "thing").encode([np.float64(1.5), np.str_("a")]))
-    assert found == [1.5, "a"]
-    assert [*map(type, found)] == [float, str]
+    decoded = Codec[Any](Any, "thing").decode(Codec[Any](Any, "thing").encode([np.float64(1.5), np.str_("a")]))
+    assert decoded == [1.5, "a"]
+    assert [*map(type, decoded)] == [float, str]
 
 
 def test_what_is_long_is_compressed_and_bounded() -> None:
-    one = Codec[bytes](bytes, "thing", long_nbytes=100)
-    packed = one.encode(bytes(1 << 20))
+    codec = Codec[bytes](bytes, "thing", long_nbytes=100)
+    packed = codec.encode(bytes(1 << 20))
     assert len(packed) < 10_000
-    assert one.decode(packed) == bytes(1 << 20)
-    bomb = one.encode(bytes(65 << 20))
+    assert codec.decode(packed) == bytes(1 << 20)
+    bomb = codec.encode(bytes(65 << 20))
     with pytest.raises(ProtocolError, match="more than"):
-        one.decode(bomb)
+        codec.decode(bomb)
 
 
 @pytest.mark.parametrize("version", [0, 2, 0xDC])
 def test_another_version_is_refused_naming_both(version: int) -> None:
-    one = Codec[int](int, "thing", version=1)
-    packed = one.encode(7)
-    assert one.decode(packed) == 7
+    codec = Codec[int](int, "thing", version=1)
+    packed = codec.encode(7)
+    assert codec.decode(packed) == 7
     with pytest.raises(ProtocolError, match=f"a thing of version {version}, this process reads 1"):
-        one.decode(bytes([version]) + packed[1:])
+        codec.decode(bytes([version]) + packed[1:])
 
 
 # ---------------------------------------------------------------------------------------------- messages
@@ -343,8 +345,8 @@ def test_what_is_no_message_of_the_table_is_refused(value: Any) -> None:
 
 
 def test_a_lone_surrogate_does_not_keep_an_error_from_being_told() -> None:
-    told = messages.decode(messages.encode(Done(seq=1, ranks=[0], error={"detail": "\udcff"}, story=["\ud800"])))
-    assert told == Done(seq=1, ranks=[0], error={"detail": "\\udcff"}, story=["\\ud800"])
+    decoded = messages.decode(messages.encode(Done(seq=1, ranks=[0], error={"detail": "\udcff"}, story=["\ud800"])))
+    assert decoded == Done(seq=1, ranks=[0], error={"detail": "\\udcff"}, story=["\\ud800"])
 
 
 @pytest.mark.parametrize("value", [object(), 2**64, 1j])

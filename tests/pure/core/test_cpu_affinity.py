@@ -61,7 +61,7 @@ class Crew:
     def spread(self, mask: set[int]) -> int:
         """By how many ranks one core has more than another."""
         counts = Counter(self.places)
-        return max(counts[one] for one in mask) - min(counts[one] for one in mask)
+        return max(counts[core] for core in mask) - min(counts[core] for core in mask)
 
 
 def distributions(ranks: int, many: int, seed: int) -> Iterator[list[int]]:

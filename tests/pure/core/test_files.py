@@ -71,7 +71,7 @@ def test_what_is_no_regular_file_is_refused_and_stays(tmp_path: Path, write: Cal
     assert pickle.loads(pickle.dumps(caught.value)).filename == os.fspath(path)
     assert os.path.samestat(path.lstat(), before)
     assert (tmp_path / "victim").read_text() == "precious"
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["t", "victim"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t", "victim"]
 
 
 @pytest.mark.parametrize("kind", OTHERS)

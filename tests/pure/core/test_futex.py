@@ -20,14 +20,14 @@ def futex() -> Futex:
 def test_one_wake_wakes_all(futex: Futex) -> None:
     woken: list[bool] = []
     threads = [threading.Thread(target=lambda: woken.append(futex.wait(0, 60.0))) for _ in range(3)]
-    for one in threads:
-        one.start()
+    for thread in threads:
+        thread.start()
     futex.word[0] = 1
     until_s = time.monotonic() + 20.0
-    while any(one.is_alive() for one in threads) and time.monotonic() < until_s:
+    while any(thread.is_alive() for thread in threads) and time.monotonic() < until_s:
         futex.wake()  # those that come later find the word changed
-    for one in threads:
-        one.join(1.0)
+    for thread in threads:
+        thread.join(1.0)
     assert woken == [True] * 3
 
 

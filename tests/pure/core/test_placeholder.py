@@ -52,47 +52,47 @@ USES: dict[str, Callable[[Any], Any]] = {
     "float": float,
     "complex": complex,
     "bytes": bytes,
-    "index": lambda one: [1, 2][one],
+    "index": lambda subject: [1, 2][subject],
     "range": range,
     "round": round,
     "floor": math.floor,
     "ceil": math.ceil,
     "trunc": math.trunc,
-    "format": lambda one: f"{one:.2f}",
-    "equal": lambda one: one == 1,
-    "equal, the other way": lambda one: operator.eq(1, one),
-    "unequal": lambda one: one != 1,
-    "in a list": lambda one: one in [1, 2],
-    "less": lambda one: one < 1,
-    "greater, the other way": lambda one: operator.gt(1, one),
-    "sorted": lambda one: sorted([one, one]),
-    "add": lambda one: one + 1,
-    "add, the other way": lambda one: 1 + one,
-    "add in place": lambda one: operator.iadd(one, 1),
-    "divmod": lambda one: divmod(one, 2),
-    "shift": lambda one: 1 << one,
-    "matmul": lambda one: one @ ARRAY,
+    "format": lambda subject: f"{subject:.2f}",
+    "equal": lambda subject: subject == 1,
+    "equal, the other way": lambda subject: operator.eq(1, subject),
+    "unequal": lambda subject: subject != 1,
+    "in a list": lambda subject: subject in [1, 2],
+    "less": lambda subject: subject < 1,
+    "greater, the other way": lambda subject: operator.gt(1, subject),
+    "sorted": lambda subject: sorted([subject, subject]),
+    "add": lambda subject: subject + 1,
+    "add, the other way": lambda subject: 1 + subject,
+    "add in place": lambda subject: operator.iadd(subject, 1),
+    "divmod": lambda subject: divmod(subject, 2),
+    "shift": lambda subject: 1 << subject,
+    "matmul": lambda subject: subject @ ARRAY,
     "negative": operator.neg,
-    "sum": lambda one: sum([one, one]),
-    "item": lambda one: one[0],
-    "set an item": lambda one: operator.setitem(one, 0, 1),
-    "delete an item": lambda one: operator.delitem(one, 0),
-    "slice": lambda one: one[1:],
+    "sum": lambda subject: sum([subject, subject]),
+    "item": lambda subject: subject[0],
+    "set an item": lambda subject: operator.setitem(subject, 0, 1),
+    "delete an item": lambda subject: operator.delitem(subject, 0),
+    "slice": lambda subject: subject[1:],
     "len": len,
     "iterate": list,
     "reversed": reversed,
-    "unpack": lambda one: (*one,),
-    "contains": lambda one: 1 in one,
-    "call": lambda one: one(),
-    "to an array": lambda one: ARRAY + one,
-    "to an array in place": lambda one: operator.iadd(ARRAY.copy(), one),
-    "array matmul": lambda one: ARRAY @ one,
-    "equal to an array": lambda one: operator.eq(ARRAY, one),
-    "less than an array": lambda one: operator.gt(ARRAY, one),
-    "to a scalar": lambda one: np.float32(2) * one,
-    "equal to a scalar": lambda one: operator.eq(np.int64(2), one),
-    "less than a scalar": lambda one: np.float64(2) > one,
-    "index of an array": lambda one: ARRAY[one],
+    "unpack": lambda subject: (*subject,),
+    "contains": lambda subject: 1 in subject,
+    "call": lambda subject: subject(),
+    "to an array": lambda subject: ARRAY + subject,
+    "to an array in place": lambda subject: operator.iadd(ARRAY.copy(), subject),
+    "array matmul": lambda subject: ARRAY @ subject,
+    "equal to an array": lambda subject: operator.eq(ARRAY, subject),
+    "less than an array": lambda subject: operator.gt(ARRAY, subject),
+    "to a scalar": lambda subject: np.float32(2) * subject,
+    "equal to a scalar": lambda subject: operator.eq(np.int64(2), subject),
+    "less than a scalar": lambda subject: np.float64(2) > subject,
+    "index of an array": lambda subject: ARRAY[subject],
 }
 
 
@@ -100,23 +100,23 @@ USES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", [name for name in MADE if name != "handle of several"])
 def test_to_use_it_as_a_value_is_refused(name: str, use: str) -> None:
     make, error, hint = MADE[name]
-    one = make()
+    subject = make()
     if name == "handle" and use == "index of an array":  # numpy's own functions fetch it, see below
         return
     with pytest.raises(error, match=hint):
-        USES[use](one)
+        USES[use](subject)
 
 
 @pytest.mark.parametrize("name", MADE)
 def test_an_unknown_attribute_is_none_and_says_what_to_do(name: str) -> None:
     make, _, _ = MADE[name]
-    one: Any = make()
+    subject: Any = make()
     hint = r"col\.get" if name in ("handle", "handle of several", "of a batch") else "in a method"
     with pytest.raises(AttributeError, match=f"'item'.*{hint}"):
-        one.item()
+        subject.item()
     for probed in ("item", "sum", "__array_interface__", "__dlpack__", "_repr_png_", "__deepcopy__"):
-        assert not hasattr(one, probed)
-        assert getattr(one, probed, None) is None
+        assert not hasattr(subject, probed)
+        assert getattr(subject, probed, None) is None
 
 
 def test_an_attribute_of_a_handle_that_several_tensors_have_not() -> None:
@@ -131,23 +131,23 @@ def test_an_attribute_of_a_handle_that_several_tensors_have_not() -> None:
 @pytest.mark.parametrize("name", MADE)
 def test_it_is_itself_and_nothing_else(name: str) -> None:
     make, _, _ = MADE[name]
-    one, other = make(), make()
-    assert one == one
-    assert one != other
-    assert one != a_handle()
-    assert one != None  # noqa: E711
-    assert {one: 1}[one] == 1
-    assert other not in {one}
-    assert one in [other, one]
-    assert f"{one}" == str(one) == repr(one)
-    assert not is_tensor(one)
+    subject, other = make(), make()
+    assert subject == subject
+    assert subject != other
+    assert subject != a_handle()
+    assert subject != None  # noqa: E711
+    assert {subject: 1}[subject] == 1
+    assert other not in {subject}
+    assert subject in [other, subject]
+    assert f"{subject}" == str(subject) == repr(subject)
+    assert not is_tensor(subject)
 
 
 COPIES: dict[str, Callable[[Any], Any]] = {
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
-    "pickle": lambda one: pickle.loads(pickle.dumps(one)),
-    "cloudpickle": lambda one: pickle.loads(cloudpickle.dumps(one)),
+    "pickle": lambda subject: pickle.loads(pickle.dumps(subject)),
+    "cloudpickle": lambda subject: pickle.loads(cloudpickle.dumps(subject)),
     "replace": dataclasses.replace,
 }
 
@@ -155,29 +155,29 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_handle_can_be_copied(way: str, count: int) -> None:
-    one = a_handle(count)
-    two = COPIES[way](one)
+    subject = a_handle(count)
+    two = COPIES[way](subject)
     assert type(two) is Handle
-    assert dataclasses.astuple(two) == dataclasses.astuple(one)
-    assert repr(two) == repr(one)
+    assert dataclasses.astuple(two) == dataclasses.astuple(subject)
+    assert repr(two) == repr(subject)
 
 
 def test_an_error_of_a_handle_survives_pickling() -> None:
-    for use in (bool, lambda one: one.item()):
+    for use in (bool, lambda subject: subject.item()):
         with pytest.raises(HandleError) as caught:
             use(a_handle())
-        found = pickle.loads(pickle.dumps(caught.value))
-        assert type(found) is type(caught.value)
-        assert str(found) == str(caught.value)
-        assert isinstance(found, TypeError)
+        error = pickle.loads(pickle.dumps(caught.value))
+        assert type(error) is type(caught.value)
+        assert str(error) == str(caught.value)
+        assert isinstance(error, TypeError)
 
 
 @pytest.fixture
-def kept(request: pytest.FixtureRequest) -> Any:
+def handle(request: pytest.FixtureRequest) -> Any:
     """A handle whose tensor is here; by default an array of numpy."""
     store, handle = Store(), a_handle()
-    made = getattr(request, "param", lambda: np.arange(3, dtype=np.float32))
-    container = Container.of(made(), is_tensor)
+    make = getattr(request, "param", lambda: np.arange(3, dtype=np.float32))
+    container = Container.of(make(), is_tensor)
     assert container is not None
     store.put(KEY, container)
     fetch.register_local(handle.address.secret, store)
@@ -185,13 +185,13 @@ def kept(request: pytest.FixtureRequest) -> Any:
     del fetch._clients.local[handle.address.secret]
 
 
-def test_numpys_functions_fetch_a_handle(kept: Any) -> None:
-    assert np.asarray(kept).tolist() == [0, 1, 2]
-    assert np.add(kept, 1).tolist() == [1, 2, 3]
-    assert np.sum(kept) == 3
-    np.testing.assert_array_equal(kept, [0, 1, 2])
+def test_numpys_functions_fetch_a_handle(handle: Any) -> None:
+    assert np.asarray(handle).tolist() == [0, 1, 2]
+    assert np.add(handle, 1).tolist() == [1, 2, 3]
+    assert np.sum(handle) == 3
+    np.testing.assert_array_equal(handle, [0, 1, 2])
     with pytest.raises(HandleError):
-        kept + ARRAY
+        handle + ARRAY
 
 
 def weights() -> Any:
@@ -204,15 +204,15 @@ def narrow() -> Any:
     return torch.arange(3).to(torch.bfloat16)
 
 
-@pytest.mark.parametrize("kept", [weights, narrow], indirect=True)
-def test_numpys_functions_fetch_what_torch_does_not_give_to_numpy(kept: Any) -> None:
-    assert np.asarray(kept, np.float32).tolist() == [0, 1, 2]
-    assert np.asarray(kept).dtype in ("float32", "bfloat16")
+@pytest.mark.parametrize("handle", [weights, narrow], indirect=True)
+def test_numpys_functions_fetch_what_torch_does_not_give_to_numpy(handle: Any) -> None:
+    assert np.asarray(handle, np.float32).tolist() == [0, 1, 2]
+    assert np.asarray(handle).dtype in ("float32", "bfloat16")
 
 
 @pytest.mark.parametrize("name", ["of a batch", "of a captured step", "argument"])
 def test_numpys_functions_are_refused_what_is_not_there(name: str) -> None:
     make, error, hint = MADE[name]
-    for use in (np.asarray, np.sum, lambda one: np.add(one, ARRAY)):
+    for use in (np.asarray, np.sum, lambda subject: np.add(subject, ARRAY)):
         with pytest.raises(error, match=hint):
             use(make())

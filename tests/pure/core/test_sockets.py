@@ -56,8 +56,8 @@ def test_a_connection_is_tuned_as_it_is_opened_and_one_within_the_machine_needs_
         assert server.getsockname() != other.getsockname(), "each has a free port"
         with sockets.connect(*server.getsockname(), 5.0) as sock:
             names = ("TCP_NODELAY", "TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
-            found = [sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names]
-            assert found == [1, 5, 2, 3, 10_000]
+            options = [sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names]
+            assert options == [1, 5, 2, 3, 10_000]
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             assert sockets.peer_of(sock) == f"127.0.0.1:{server.getsockname()[1]}"
     server, name = sockets.listen_locally()
@@ -71,7 +71,7 @@ def test_a_connection_is_tuned_as_it_is_opened_and_one_within_the_machine_needs_
 
 
 @pytest.mark.parametrize(
-    ("silent_s", "asked", "left_ms"),
+    ("silent_s", "probes", "left_ms"),
     [
         (0.0, {}, 10_000),
         (50.0, {}, 10_000),
@@ -79,9 +79,9 @@ def test_a_connection_is_tuned_as_it_is_opened_and_one_within_the_machine_needs_
         (11.0, {"probes": 3}, 3_000),
     ],
 )
-def test_a_question_does_not_begin_the_time_of_a_silent_host_anew(silent_s, asked, left_ms):
-    sock = Silent(silent_s=silent_s, **asked)
-    assert sockets.count_silence(sock) is bool(asked)
+def test_a_question_does_not_begin_the_time_of_a_silent_host_anew(silent_s, probes, left_ms):
+    sock = Silent(silent_s=silent_s, **probes)
+    assert sockets.count_silence(sock) is bool(probes)
     assert sock.options == {socket.TCP_USER_TIMEOUT: left_ms}
 
 
@@ -104,10 +104,10 @@ def test_links_without_acknowledgements_are_named_once(monkeypatch):
 def test_the_error_of_a_cut_link_names_it_and_blames_no_rank():
     error = CollectiveTimeoutError(op="allreduce", missing=(2,), timeout_s=8, cut=("10.0.0.1 and 10.0.0.2",))
     error.detail = error.told(["rank 2"], [])
-    for one in (error, from_wire(to_wire(error))):
-        assert "Nothing was acknowledged between 10.0.0.1 and 10.0.0.2" in str(one)
-        assert "may be healthy" in str(one)
-        assert "raise timeout_s" not in str(one)
+    for copy in (error, from_wire(to_wire(error))):
+        assert "Nothing was acknowledged between 10.0.0.1 and 10.0.0.2" in str(copy)
+        assert "may be healthy" in str(copy)
+        assert "raise timeout_s" not in str(copy)
     assert "raise timeout_s" in str(CollectiveTimeoutError(missing=(2,)))
 
 

@@ -38,28 +38,28 @@ class Clocked:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clocked:
-    made = Clocked()
-    monkeypatch.setattr(threads, "time", made)
-    return made
+    clocked = Clocked()
+    monkeypatch.setattr(threads, "time", clocked)
+    return clocked
 
 
 def boom() -> None:
     raise ValueError("the cause")
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records]
 
 
 def test_what_fails_again_and_again_is_told_once_a_minute(clock: Clocked, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(100):
         assert not threads.survives(boom)
-    assert told(caplog) == ["MainThread: boom failed; the thread goes on"]
+    assert logged(caplog) == ["MainThread: boom failed; the thread goes on"]
     assert "ValueError: the cause" in caplog.text
     assert "in boom" in caplog.text, "the traceback"
     clock.now_s += threads.EVERY_S
     threads.survives(functools.partial(boom))
-    assert told(caplog)[1:] == ["MainThread: boom failed (99 times more since that was told last); the thread goes on"]
+    assert logged(caplog)[1:] == ["MainThread: boom failed (99 times more since the last entry); the thread goes on"]
 
 
 def test_a_step_that_fails_at_once_each_time_takes_no_core_and_no_log(
@@ -75,7 +75,7 @@ def test_a_step_that_fails_at_once_each_time_takes_no_core_and_no_log(
     threads.repeat(step)
     assert clock.slept[:6] == [0.001, 0.004, 0.016, 0.064, 0.256, 1.0]
     assert set(clock.slept[6:]) == {1.0}
-    assert 3 <= len(told(caplog)) <= 4, "some 194 s have gone by"
+    assert 3 <= len(logged(caplog)) <= 4, "some 194 s have gone by"
 
 
 def test_a_step_that_goes_well_ends_the_rest(clock: Clocked) -> None:
@@ -107,7 +107,7 @@ def test_threads_of_many_connections_are_forgotten(clock: Clocked, monkeypatch: 
     monkeypatch.setattr(threads, "_MOST_PLACES", 8)
     for number in range(100):
         threads.survives(boom, place=f"connection {number}")
-    assert len(threads._told) <= 8
+    assert len(threads._log_entries) <= 8
 
 
 def test_a_socket_whose_callback_fails_is_left_alone_for_a_while(
@@ -115,7 +115,7 @@ def test_a_socket_whose_callback_fails_is_left_alone_for_a_while(
 ) -> None:
     """It stays ready, so that looking at it at once would take a core; the loop does other things meanwhile."""
     monkeypatch.setattr(loop, "_REST_S", 0.05)
-    made, (ours, theirs) = Loop("raycollect-test"), socket.socketpair()
+    started, (ours, theirs) = Loop("raycollect-test"), socket.socketpair()
     calls, done, enough = list[int](), threading.Event(), threading.Event()
 
     def ready(events: int) -> None:
@@ -127,22 +127,22 @@ def test_a_socket_whose_callback_fails_is_left_alone_for_a_while(
         raise ValueError("the cause")
 
     try:
-        made.call_soon(lambda: made.watch(ours, loop.selectors.EVENT_READ, ready))
+        started.call_soon(lambda: started.watch(ours, loop.selectors.EVENT_READ, ready))
         theirs.send(b"x")
         assert enough.wait(WAIT_S)
-        made.call_soon(done.set)
+        started.call_soon(done.set)
         assert done.wait(WAIT_S)
         assert len(calls) == 3
-        assert len(told(caplog)) == 1
+        assert len(logged(caplog)) == 1
     finally:
-        made.close()
+        started.close()
         ours.close()
         theirs.close()
 
 
 def test_a_socket_that_was_closed_meanwhile_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "_REST_S", 0.0)
-    made, (ours, theirs) = Loop("raycollect-test"), socket.socketpair()
+    started, (ours, theirs) = Loop("raycollect-test"), socket.socketpair()
     failed, later = threading.Event(), threading.Event()
 
     def ready(events: int) -> None:
@@ -150,25 +150,25 @@ def test_a_socket_that_was_closed_meanwhile_is_not_looked_at_again(monkeypatch: 
         failed.set()
         raise ValueError("the cause")
 
-    made.call_soon(lambda: made.watch(ours, loop.selectors.EVENT_READ, ready))
+    started.call_soon(lambda: started.watch(ours, loop.selectors.EVENT_READ, ready))
     theirs.send(b"x")
     assert failed.wait(WAIT_S)
-    made.call_soon(lambda: made.call_later(0.01, later.set) and None)
+    started.call_soon(lambda: started.call_later(0.01, later.set) and None)
     assert later.wait(WAIT_S)
-    made.close()
+    started.close()
     theirs.close()
 
 
 def test_a_loop_that_does_not_end_is_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     Loop("raycollect-test").close()
-    assert told(caplog) == []
+    assert logged(caplog) == []
     monkeypatch.setattr(loop, "_JOIN_TIMEOUT_S", 0.05)
-    made, go_on = Loop("raycollect-test"), threading.Event()
-    made.call_soon(lambda: go_on.wait(WAIT_S) and None)
-    made.close()
-    assert told(caplog) == ["raycollect-test does not end: one of its callbacks blocks"]
+    started, go_on = Loop("raycollect-test"), threading.Event()
+    started.call_soon(lambda: go_on.wait(WAIT_S) and None)
+    started.close()
+    assert logged(caplog) == ["raycollect-test does not end: one of its callbacks blocks"]
     go_on.set()
-    made.close()
+    started.close()
 
 
 # ---------------------------------------------------------------------------------------------- diagnostics
@@ -206,9 +206,9 @@ def test_call_whose_await_is_cancelled_is_made_all_the_same(is_good: bool, caplo
 
     asyncio.run(main())
     assert len(callers) == 2
-    for one in callers:
-        one.join(WAIT_S)
-    assert told(caplog) == []
+    for caller in callers:
+        caller.join(WAIT_S)
+    assert logged(caplog) == []
 
 
 def test_what_a_failed_call_apart_was_given_goes_with_its_future() -> None:
@@ -216,7 +216,7 @@ def test_what_a_failed_call_apart_was_given_goes_with_its_future() -> None:
     gc.disable()
     try:
         given = Given()
-        kept, future = weakref.ref(given), threads.apart(Given.fail, given, name="a test")
+        reference, future = weakref.ref(given), threads.call_in_helper(Given.fail, given, name="a test")
         del given
         with pytest.raises(ValueError, match="the cause"):
             future.result(WAIT_S)
@@ -224,7 +224,7 @@ def test_what_a_failed_call_apart_was_given_goes_with_its_future() -> None:
             if thread.name == "a test":
                 thread.join(WAIT_S)
         del future
-        assert kept() is None
+        assert reference() is None
     finally:
         gc.enable()
 
@@ -241,4 +241,4 @@ def test_without_a_thread_that_looks_calls_go_on(
     with WaitMonitor().waiting(boom, boom):
         pass
     Desk().watchdog.begun()
-    assert len(told(caplog)) == 2
+    assert len(logged(caplog)) == 2

@@ -18,23 +18,23 @@ WAIT_S = 20.0
 
 
 def test_calls_come_when_they_are_due_in_one_thread() -> None:
-    came = SimpleQueue[tuple[int, str]]()
+    calls = SimpleQueue[tuple[int, str]]()
 
     def call(number: int) -> None:
-        came.put((number, threading.current_thread().name))
+        calls.put((number, threading.current_thread().name))
 
     cancelled = timers.later(0.01, lambda: call(0))
     timers.later(0.04, lambda: call(2))
     timers.later(0.02, lambda: call(1))  # earlier than what the thread sleeps for
     cancelled.cancel()
-    assert [came.get(timeout=WAIT_S) for _ in range(2)] == [(1, "raycollect-timer"), (2, "raycollect-timer")]
+    assert [calls.get(timeout=WAIT_S) for _ in range(2)] == [(1, "raycollect-timer"), (2, "raycollect-timer")]
     last = timers.later(300.0, lambda: call(3))
     for number in range(10, 30):  # most of which find the thread asleep until the last one is due
         timers.later(0.0, lambda number=number: call(number))  # type: ignore[misc]
-        assert came.get(timeout=WAIT_S)[0] == number
+        assert calls.get(timeout=WAIT_S)[0] == number
     last.cancel()
     timers.later(0.0, lambda: call(4))  # now it need not sleep for so long
-    assert came.get(timeout=WAIT_S)[0] == 4
+    assert calls.get(timeout=WAIT_S)[0] == 4
 
 
 def test_a_queue_gives_what_is_due() -> None:

@@ -39,7 +39,7 @@ def watch_by(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(stall_report, "time", clock)
     monkeypatch.setattr(timers.Watcher, "look_after", look_after)
-    monkeypatch.setattr(threads, "apart", lambda call, *args: call(*args))
+    monkeypatch.setattr(threads, "call_in_helper", lambda call, *args: call(*args))
 
 
 class Flying:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raycollect.backends.device_arrays import DeviceArray
-from raycollect.backends.tcp.link import Link
+from raycollect.backends.tcp.link import TcpMesh
 from raycollect.core.model import Launch
 from raycollect.core.protocols import Communicator, NoFaults
 from raycollect.engine.reshard_operands import ReshardBuffers
@@ -93,7 +93,7 @@ def test_the_links_between_hosts_carry_the_least_there_is(scene: Any, count: int
     carried: list[int] = []
 
     def counted(send: Callable[..., None]) -> Callable[..., None]:
-        def tell(link: Link, rank: int, array: Any, batch: Any, **how: bool) -> None:
+        def tell(link: TcpMesh, rank: int, array: Any, batch: Any, **how: bool) -> None:
             if hosts[rank] != hosts[link.rank]:
                 carried.append(array.nbytes)
             send(link, rank, array, batch, **how)
@@ -101,7 +101,7 @@ def test_the_links_between_hosts_carry_the_least_there_is(scene: Any, count: int
         return tell
 
     with pytest.MonkeyPatch.context() as patch, convoy_of(world, "tcp") as convoy:
-        patch.setattr(Link, "send", counted(Link.send))
+        patch.setattr(TcpMesh, "send", counted(TcpMesh.send))
         must(run(convoy, reshard, held_by(src, whole_tensors(src, 1)), empty_of(dst), hosts))
     least = least_of(reshard, hosts)
     assert least == least_between(reshard, hosts)

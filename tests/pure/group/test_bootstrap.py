@@ -302,7 +302,7 @@ def test_rank_0_goes_on_though_a_member_takes_nothing(monkeypatch: pytest.Monkey
     star = CoordinatorServer("127.0.0.1", asked(world_size=3), "w")
     try:
         star._links[2] = SimpleNamespace(queued_nbytes=1)  # type: ignore[assignment]
-        assert threads.has_ended(threads.apart(star.flush), WAIT_S)
+        assert threads.has_ended(threads.call_in_helper(star.flush), WAIT_S)
     finally:
         star._links.clear()
         star.close()

@@ -63,13 +63,13 @@ def _outcome(future: Future[Any]) -> Any:
     return future.result() if error is None else error
 
 
-@fault_in("raycollect-apart")
+@fault_in("raycollect-helper")
 def test_a_communicator_that_can_not_form_is_formed_at_the_next_call(
     two: tuple[ProcessGroup, ProcessGroup],
 ) -> None:
     for slot in two:
         slot.communicator("all")._leave()
-    with fail_at(communicator_init, "make_communicator", thread="raycollect-apart"):
+    with fail_at(communicator_init, "make_communicator", thread="raycollect-helper"):
         errors = both(two, ProcessGroup.form)
     assert {type(error) for error in errors} == {InternalError}
     assert all(error.detail.startswith(f"forming the group failed: {BOOM}") for error in errors)
@@ -88,11 +88,11 @@ def test_the_thread_of_a_communicator_goes_on_with_the_next_call(two: tuple[Proc
     assert {type(one) for one in both(two, start)} == {Outcome}
 
 
-@fault_in("raycollect-apart")
+@fault_in("raycollect-helper")
 def test_a_hub_that_fades_ends_whatever_fails() -> None:
     star = CoordinatorServer("127.0.0.1", GroupSpec(name="g", group_id="", backend="tcp", world_size=2), "W0")
     board = SimpleNamespace(retract=lambda: None)
-    with fail_at(board, "retract", thread="raycollect-apart"):
+    with fail_at(board, "retract", thread="raycollect-helper"):
         star.fail(InternalError(detail="why"), lambda: board.retract())
         star.end()
     with pytest.raises(ConnectionRefusedError):

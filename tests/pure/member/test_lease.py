@@ -58,7 +58,7 @@ from tests.pure.driver.tracked_plans import asked, flying, group, key_of
 from tests.pure.fleet import contain
 from tests.pure.member.leases import WAIT_S, Backend, Heard, backend, join, leased, plan, premises
 from tests.pure.participants import participant
-from tests.pure.thread_faults import apart
+from tests.pure.thread_faults import helper_threads
 from tests.support.values import named_member
 from tests.support.waiting import wait_until
 
@@ -216,11 +216,11 @@ def member(monkeypatch: pytest.MonkeyPatch, backend: Backend, premises: Any) -> 
         given = {"close": lambda: told.append("closed"), "abort": lambda seq: None, "lost": lambda rank: False}
         made = SimpleNamespace(**{**given, **methods})
         backend.create = lambda joining: made
-        before = apart()
+        before = helper_threads()
         here, heard = leased(premises)
         members = [named_member(f"W{rank}", rank, actor_id=f"actor {rank}") for rank in range(2)]
         here.received(join(name=both.spec.name, group_id=both.spec.group_id, members=members))
-        for thread in apart(before):  # there is a communicator behind it
+        for thread in helper_threads(before):  # there is a communicator behind it
             thread.join(WAIT_S)
         gone = Gone(group_id=both.spec.group_id, rank=1, died=died, detail="its connection has ended")
 
@@ -253,13 +253,13 @@ def test_plan_ended_by_a_death_names_the_dead_member(monkeypatch: pytest.MonkeyP
         begun.append((delay_s, call))
 
     def run(here: Lease, gone: Gone) -> Outcome:
-        before = apart()
+        before = helper_threads()
         here.received(gone)
         assert member.told == [], "it may yet end well"
         for delay_s, call in begun:
             assert delay_s <= 1
             call()
-        for thread in apart(before):
+        for thread in helper_threads(before):
             thread.join(WAIT_S)
         return Outcome(error=GroupBrokenError(group_name="both", detail="the communicator was closed"))
 

@@ -151,7 +151,7 @@ def test_two_threads_that_bring_the_first_plans_start_one_thread() -> None:
             desk.queue.start(desk._run)
 
         before = [one for one in threading.enumerate() if one.name == "raycollect-order"]
-        for one in [threads.apart(start) for _ in range(2)]:
+        for one in [threads.call_in_helper(start) for _ in range(2)]:
             one.result(WAIT_S)
         started = [one for one in threading.enumerate() if one.name == "raycollect-order" and one not in before]
         assert len(started) == 1
@@ -174,7 +174,7 @@ def test_plans_behind_one_call_ask_once_whether_it_is_over() -> None:
 def test_a_run_behind_an_unknown_call_waits_for_the_actor_task_and_asks_nobody(desk: Desk) -> None:
     desk.queue._methods._changed = watched = WatchedCondition()  # type: ignore[assignment]
     for seq in (3, 4):  # to know one tells nothing of the next
-        waits = threads.apart(desk.queue.wait_for_call, UNKNOWN_TASK, seq)
+        waits = threads.call_in_helper(desk.queue.wait_for_call, UNKNOWN_TASK, seq)
         assert watched.someone_waits()
         assert not waits.done()
         desk.sequencer.end(seq)
@@ -185,7 +185,7 @@ def test_a_run_behind_an_unknown_call_waits_for_the_actor_task_and_asks_nobody(d
 
 def test_a_plan_behind_a_method_that_runs_asks_nobody_whether_it_is_over(desk: Desk) -> None:
     with desk.methods.lock:
-        waits = threads.apart(desk.queue.wait_for_call, b"task", 3)
+        waits = threads.call_in_helper(desk.queue.wait_for_call, b"task", 3)
         assert desk.methods.is_awaited.wait(WAIT_S)
         desk.methods.note(b"task", is_over=True)
         waits.result(WAIT_S)
@@ -199,7 +199,7 @@ def test_the_end_of_a_call_wakes_who_waits_for_it() -> None:
         looks.set()
         return bool(made.is_over(b"task"))
 
-    waits = threads.apart(made.wait_for, is_over, None)
+    waits = threads.call_in_helper(made.wait_for, is_over, None)
     assert looks.wait(WAIT_S)
     made.note(b"task", is_over=True)
     assert waits.result(WAIT_S)
@@ -218,7 +218,7 @@ def test_threads_that_note_the_ends_of_calls_do_not_get_in_each_others_way(monke
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        for one in [threads.apart(note, who) for who in range(3)]:
+        for one in [threads.call_in_helper(note, who) for who in range(3)]:
             one.result(WAIT_S)
     finally:
         sys.setswitchinterval(interval_s)

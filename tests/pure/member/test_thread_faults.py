@@ -43,10 +43,10 @@ def leased(premises: Participant) -> tuple[Lease, Heard]:
     return lease_of(premises)
 
 
-@fault_in("raycollect-apart")
+@fault_in("raycollect-helper")
 def test_a_join_that_fails_is_told(leased: tuple[Lease, Heard]) -> None:
     here, heard = leased
-    with fail_at(GroupCommunicator, "connect", thread="raycollect-apart"):
+    with fail_at(GroupCommunicator, "connect", thread="raycollect-helper"):
         here.received(join())
         joined = heard.next(Joined)
     assert str(from_wire(joined.error or {})).startswith(f"joining group 'g' failed: {BOOM}")
@@ -71,11 +71,11 @@ def test_a_death_is_survived_whose_end_of_the_group_fails(
     assert heard.next(Joined).error is None
 
 
-@fault_in("raycollect-apart")
+@fault_in("raycollect-helper")
 def test_a_timeline_that_can_not_be_read_is_told_so(premises: Participant, leased: tuple[Lease, Heard]) -> None:
     here, heard = leased
     assert premises.runtime.tracer.begin("me", 100) is not None
-    with fail_at(Ring, "read", thread="raycollect-apart"):
+    with fail_at(Ring, "read", thread="raycollect-helper"):
         here.received(Collect(request=7, ends=False))
         unable = heard.next(Unable)
     assert (unable.request, unable.detail.partition(BOOM)[0]) == (
@@ -102,7 +102,7 @@ def test_the_next_wait_is_told_of_after_a_failure() -> None:
     assert over == ["over"] * 2
 
 
-@fault_in("raycollect-apart")
+@fault_in("raycollect-helper")
 def test_an_owner_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_lenders, "LOOK_S", 0.001)
     key, store, freed = Key(bytes(28)), Store(), threading.Event()
@@ -112,7 +112,7 @@ def test_an_owner_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     lenders.open(b"owner")
     store.put(key, contain(np.ones(2)))
     assert lenders.note(b"owner", key)
-    with fail_at(owner, "is_alive", thread="raycollect-apart") as fault:
+    with fail_at(owner, "is_alive", thread="raycollect-helper") as fault:
         lenders.close(b"owner", lambda: owner.is_alive())
         assert freed.wait(WAIT_S)
     assert not lenders.note(b"owner", key)

@@ -153,13 +153,13 @@ def test_without_proc_the_memory_is_the_machines(tmp_path: Path) -> None:
 
 
 def test_free_memory_goes_back_to_the_system(arena: Arena) -> None:
-    kept, block = arena.allocate(2 * GRAIN), arena.allocate(8 * GRAIN)
-    kept[:], block[:] = 1, 2
+    held, block = arena.allocate(2 * GRAIN), arena.allocate(8 * GRAIN)
+    held[:], block[:] = 1, 2
     assert backed_nbytes(arena) == 11 * GRAIN == arena.statistics().backed, "with that of the token"
     del block
     assert backed_nbytes(arena) == 4 * GRAIN == arena.statistics().backed, "what is in use, and as much again"
-    assert (kept == 1).all()
-    del kept
+    assert (held == 1).all()
+    del held
     assert backed_nbytes(arena) == GRAIN == arena.statistics().backed
     again = arena.allocate(8 * GRAIN)
     assert not again.any(), "these are new pages"

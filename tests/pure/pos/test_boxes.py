@@ -36,20 +36,20 @@ def _read(values: list[Any], boxes: list[Box], domain: str) -> tuple[Any, dict[i
     store.put(KEY, contain(values))
     serve(wire, store)  # type: ignore[arg-type]
     (answer,) = wire.answers
-    found: dict[int, Any] = {}
-    _take(wire, answer, boxes, lambda at, box: found.update({at: np.array(box)}))  # type: ignore[arg-type]
-    return answer, found, wire
+    taken: dict[int, Any] = {}
+    _take(wire, answer, boxes, lambda at, box: taken.update({at: np.array(box)}))  # type: ignore[arg-type]
+    return answer, taken, wire
 
 
 @pytest.mark.parametrize("is_near", [False, True])
 @pytest.mark.parametrize("make", [np.asarray, tensors.array], ids=["ordinary", "arena"])
 def test_boxes_arrive_as_they_were(make: Any, is_near: bool) -> None:
     whole, line = np.arange(ROWS * 12, dtype=np.float32).reshape(ROWS, 12), np.arange(6.0)
-    answer, found, wire = _read([make(whole), make(line)], WANTED, memory_domain() if is_near else "")
-    np.testing.assert_array_equal(found[0], whole[1:-1, 2:10])
-    np.testing.assert_array_equal(found[1], line[3:5])
+    answer, taken, wire = _read([make(whole), make(line)], WANTED, memory_domain() if is_near else "")
+    np.testing.assert_array_equal(taken[0], whole[1:-1, 2:10])
+    np.testing.assert_array_equal(taken[1], line[3:5])
     is_lent = is_near and make is tensors.array
-    assert (_LENT.decode(answer.found) is not None) is is_lent
+    assert (_LENT.decode(answer.description) is not None) is is_lent
     assert (Copied() in wire.answers) is is_lent  # so that the holder may write again
 
 
@@ -69,7 +69,7 @@ def test_boxes_that_are_not_there_are_refused_at_once(boxes: list[Any]) -> None:
 
 @pytest.mark.parametrize("rows", [[], [[0]], [[0, 8, 8]], [[-8, 8]], [[0, -8]], [[8, 8]], [["a", 8]], [5]])
 def test_memory_beyond_what_is_lent_is_not_read(rows: list[Any]) -> None:
-    with pytest.raises(ProtocolError, match="no box of the memory"):
+    with pytest.raises(ProtocolError, match="box out of range of the lent memory"):
         mapped(np.zeros(16, np.uint8), rows, [Box(0, (0,), (2,), "float64")])
 
 
@@ -77,7 +77,12 @@ def test_more_bytes_than_asked_for_are_refused() -> None:
     wire = Client()
     wire.blob = bytes(24)
     with pytest.raises(ProtocolError, match="the announced bytes"):
-        _take(wire, Fetched(found=_LENT.encode(None), blob_nbytes=24), [Box(0, (0,), (2,), "float64")], lambda *_: None)  # type: ignore[arg-type]
+        _take(
+            wire,
+            Fetched(description=_LENT.encode(None), blob_nbytes=24),
+            [Box(0, (0,), (2,), "float64")],
+            lambda *_: None,
+        )  # type: ignore[arg-type]
 
 
 def test_what_was_freed_while_a_reader_of_its_own_process_waited_is_not_read() -> None:

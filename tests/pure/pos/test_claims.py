@@ -49,10 +49,10 @@ def test_a_claim_ends_with_an_exception() -> None:
 
 def test_equal_claims_end_one_by_one(threads: ThreadPoolExecutor) -> None:
     store, watched = watched_store()
-    one, other = store.reading(list(HERE)), store.reading(list(HERE))
-    one.__enter__()
+    first, other = store.reading(list(HERE)), store.reading(list(HERE))
+    first.__enter__()
     other.__enter__()
-    one.__exit__(None, None, None)
+    first.__exit__(None, None, None)
 
     def write() -> str:
         with store.writing(HERE):
@@ -85,7 +85,7 @@ _RANGES = st.tuples(st.integers(0, 30), st.integers(0, 12)).map(lambda pair: (pa
 
 
 @given(st.lists(st.tuples(st.sampled_from(["dirty", "written"]), _RANGES), max_size=20), _RANGES)
-def test_no_byte_that_is_half_written_passes_as_clean(story: list[tuple[str, Range]], asked: Range) -> None:
+def test_no_byte_that_is_half_written_passes_as_clean(story: list[tuple[str, Range]], span: Range) -> None:
     """Dirt is kept by whole ranges: more may count as dirty than is, never less."""
     store, owner, dirty = Store(), Owner(), set[int]()
     for event, (lo, hi) in story:
@@ -95,10 +95,10 @@ def test_no_byte_that_is_half_written_passes_as_clean(story: list[tuple[str, Ran
         else:
             store.mark_written([(lo, hi)])
             dirty -= set(range(lo, hi))
-    if dirty & set(range(*asked)):
-        assert store.is_dirty([asked])
+    if dirty & set(range(*span)):
+        assert store.is_dirty([span])
     store.mark_written([(0, 100)])
-    assert not store.is_dirty([asked])
+    assert not store.is_dirty([span])
 
 
 def test_readers_in_turn_do_not_hold_a_plan_off(threads: ThreadPoolExecutor) -> None:

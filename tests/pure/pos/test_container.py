@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raycollect.backends.arrays import is_tensor, told
+from raycollect.backends.arrays import describe_value, is_tensor
 from raycollect.core.model import Structure
 from raycollect.pos import Container, obstacle, unkept
 from raycollect.pos.container import DEEPEST
@@ -70,7 +70,7 @@ UNKEPT: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("value", "text"), UNKEPT, ids=[text for _, text in UNKEPT])
 def test_what_is_not_kept_is_told_with_the_cure_where_it_is_a_number(value: Any, text: str) -> None:
-    assert unkept(value, is_tensor, told) == text
+    assert unkept(value, is_tensor, describe_value) == text
 
 
 _TREES: st.SearchStrategy[Any] = st.recursive(
@@ -89,11 +89,11 @@ def _travelled(structure: Structure) -> Structure:
 
 
 @given(_TREES, _TREES)
-def test_any_tree_is_put_together_again_travels_and_is_told_from_any_other(one: Any, other: Any) -> None:
-    first, second = _of(one), _of(other)
+def test_any_tree_is_put_together_again_travels_and_is_told_from_any_other(value: Any, other: Any) -> None:
+    first, second = _of(value), _of(other)
     assert first is not None
     assert second is not None
-    assert first.structure.build(first.tensors) == one
+    assert first.structure.build(first.tensors) == value
     assert _travelled(first.structure) == first.structure
     assert hash(_travelled(first.structure)) == hash(first.structure)
     assert (first.structure == second.structure) == (str(first.structure) == str(second.structure))
@@ -138,10 +138,10 @@ def _changed(name: str, value: Any) -> Callable[[dict[str, Any]], object]:
     ("change", "words"),
     [
         (_changed("a", np.ones(4)), r"\['a'\] is float64\[4\].*, and was float64\[3\].* when it was returned"),
-        (_changed("c", np.ones(1)), r"\['c'\] is float64\[1\].*, and was not there when it was returned"),
-        (lambda given: given.pop("b"), r"\['b'\]\[0\] is gone, and was float64\[2\]"),
-        (lambda given: given.update(a=given.pop("a")), "its names are in another order"),
-        (_changed("b", (np.zeros(2),)), "or its lists are tuples"),
+        (_changed("c", np.ones(1)), r"\['c'\] is float64\[1\].*, and was missing when it was returned"),
+        (lambda given: given.pop("b"), r"\['b'\]\[0\] is missing, and was float64\[2\]"),
+        (lambda given: given.update(a=given.pop("a")), "the order of its names"),
+        (_changed("b", (np.zeros(2),)), "or the type of its lists"),
         (_changed("a", 3), r"\['a'\] is an int"),
     ],
 )
@@ -149,15 +149,15 @@ def test_a_value_stands_for_the_tensors_of_now_or_says_what_is_different(
     change: Callable[[dict[str, Any]], object], words: str
 ) -> None:
     given: dict[str, Any] = {"a": np.ones(3), "b": [np.zeros(2)]}
-    kept = Container.of(given, is_tensor)
-    assert kept is not None
-    assert kept.current() is kept
+    container = Container.of(given, is_tensor)
+    assert container is not None
+    assert container.current() is container
     given["a"] = fresh = np.zeros(3)
-    found = kept.current()
-    assert isinstance(found, Container)
-    assert found.tensors[0] is fresh
+    current = container.current()
+    assert isinstance(current, Container)
+    assert current.tensors[0] is fresh
     change(given)
-    told_of = kept.current()
+    told_of = container.current()
     assert isinstance(told_of, str)
     assert re.match(f".*{words}", told_of)
 
@@ -192,7 +192,7 @@ def test_a_mapping_that_computes_its_values_goes_by_value(tmp_path: Path) -> Non
     with np.load(tmp_path / "t.npz") as file:
         computed = Computed(lambda name: np.ones(2))
         for value in (file, computed, [computed], {"x": file}, Overridden(a=np.ones(2)), Computed(lambda _: [A])):
-            assert Container.of(value, lambda one: is_tensor(one) or _is_t(one)) is None
+            assert Container.of(value, lambda leaf: is_tensor(leaf) or _is_t(leaf)) is None
             assert "on each access" in obstacle(value, is_tensor)
         assert computed.count <= 8, "no more than one value is computed to find that out"
 

@@ -19,24 +19,24 @@ def dtensor(coordinate: Any = (1,)) -> FakeDTensor:
     return FakeDTensor(np.zeros((2, 6), np.float32), (4, 6), FakeMesh(np.arange(2), coordinate), (Shard(0),))
 
 
-def kept(value: Any) -> Container:
-    found = Container.of(value, arrays.is_tensor)
-    assert found is not None
-    return found
+def contain(value: Any) -> Container:
+    container = Container.of(value, arrays.is_tensor)
+    assert container is not None
+    return container
 
 
 def test_a_dtensor_is_kept_as_its_local_tensor() -> None:
-    one, plain = dtensor(), np.ones(3)
-    found = kept({"plain": plain, "w": one})
-    assert [tensor is local for tensor, local in zip(found.tensors, (plain, one._local_tensor), strict=True)] == [
-        True
-    ] * 2
-    ((at, placement),) = found.placements
+    sharded, plain = dtensor(), np.ones(3)
+    container = contain({"plain": plain, "w": sharded})
+    assert [
+        tensor is local for tensor, local in zip(container.tensors, (plain, sharded._local_tensor), strict=True)
+    ] == [True] * 2
+    ((at, placement),) = container.placements
     assert (at, placement.at, placement.shape) == (1, 1, (4, 6))
-    alone = kept(one)
+    alone = contain(sharded)
     assert alone.structure is TENSOR
-    assert alone.value is one
-    assert kept(plain).placements == ()
+    assert alone.value is sharded
+    assert contain(plain).placements == ()
 
 
 def test_one_of_another_mesh_and_what_lies_beside_others_go_by_value() -> None:
@@ -47,19 +47,19 @@ def test_one_of_another_mesh_and_what_lies_beside_others_go_by_value() -> None:
 
 def test_no_short_path_is_for_dtensors() -> None:
     plain = np.ones((2, 6), np.float32)
-    assert single([kept(plain)]) is plain
-    assert single([kept(dtensor())]) is None
+    assert single([contain(plain)]) is plain
+    assert single([contain(dtensor())]) is None
 
 
 def test_placements_travel_with_the_handle() -> None:
-    found = kept({"w": dtensor()})
+    container = contain({"w": dtensor()})
     handle = Handle(
         key=Key(b"k" * 28),
         actor_id="a",
         actor="A",
         address=Address(host="h", port=1, secret=b"s"),
-        structure=found.structure,
-        infos=tuple(map(arrays.describe, found.tensors)),
-        placements=found.placements,
+        structure=container.structure,
+        infos=tuple(map(arrays.describe, container.tensors)),
+        placements=container.placements,
     )
-    assert pickle.loads(pickle.dumps(handle)).placements == found.placements
+    assert pickle.loads(pickle.dumps(handle)).placements == container.placements

@@ -15,8 +15,8 @@ CHANGES = st.lists(st.tuples(st.booleans(), RANGES), max_size=25)
 
 def runs(members: set[int]) -> list[tuple[int, int]]:
     """The maximal ranges of a set of integers."""
-    starts = sorted(one for one in members if one - 1 not in members)
-    stops = sorted(one + 1 for one in members if one + 1 not in members)
+    starts = sorted(member for member in members if member - 1 not in members)
+    stops = sorted(member + 1 for member in members if member + 1 not in members)
     return list(zip(starts, stops, strict=True))
 
 
@@ -39,14 +39,14 @@ def test_holds_what_a_set_holds_after_every_change(changes: list[tuple[bool, tup
 
 @given(CHANGES, RANGES)
 def test_what_is_in_a_range_and_what_is_missing_there(
-    changes: list[tuple[bool, tuple[int, int]]], asked: tuple[int, int]
+    changes: list[tuple[bool, tuple[int, int]]], span: tuple[int, int]
 ) -> None:
     extents, model = build(changes)
-    every = set(range(*asked))
-    assert extents.within(*asked) == runs(model & every)
-    assert extents.gaps(*asked) == runs(every - model)
-    assert extents.has_some(*asked) is bool(model & every)
-    assert list(Extents(*reversed(runs(model)), asked)) == runs(model | every)
+    every = set(range(*span))
+    assert extents.within(*span) == runs(model & every)
+    assert extents.gaps(*span) == runs(every - model)
+    assert extents.has_some(*span) is bool(model & every)
+    assert list(Extents(*reversed(runs(model)), span)) == runs(model | every)
 
 
 @given(CHANGES, st.integers(1, 20), st.sampled_from([1, 2, 4, 7, 16]))

@@ -73,9 +73,9 @@ def _fetched(value: Any, domain: str = "") -> Any:
 )
 def test_a_value_arrives_as_it_was(monkeypatch: pytest.MonkeyPatch, value: Any, is_near: bool) -> None:
     monkeypatch.setattr(fetching, "LENT_FROM_NBYTES", 0)
-    found = contain(_fetched(value, memory_domain() if is_near else ""))
-    assert found.structure == contain(value).structure
-    for got, sent in zip(found.tensors, contain(value).tensors, strict=True):
+    container = contain(_fetched(value, memory_domain() if is_near else ""))
+    assert container.structure == contain(value).structure
+    for got, sent in zip(container.tensors, contain(value).tensors, strict=True):
         assert (got.shape, got.dtype) == (sent.shape, sent.dtype.newbyteorder("="))
         np.testing.assert_array_equal(got, sent)
         assert got.flags.aligned
@@ -85,9 +85,9 @@ def test_a_value_arrives_as_it_was(monkeypatch: pytest.MonkeyPatch, value: Any, 
 def test_a_torch_tensor_arrives_as_one(dtype: str) -> None:
     torch = pytest.importorskip("torch")
     value = torch.arange(4).to(getattr(torch, dtype))[::2]
-    found = _fetched([value, np.ones(2)])
-    assert torch.equal(found[0], value)
-    assert type(found[1]) is np.ndarray
+    fetched = _fetched([value, np.ones(2)])
+    assert torch.equal(fetched[0], value)
+    assert type(fetched[1]) is np.ndarray
 
 
 class Sink(Wire):
@@ -181,7 +181,7 @@ def _float(**changes: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "found",
+    "data",
     [
         b"",
         b"\xc1",
@@ -212,19 +212,19 @@ def _float(**changes: Any) -> list[Any]:
         *([LENT, ALONE, [F64], [offset]] for offset in ("0", 8, -8)),
         [None, ALONE, [F64], [0]],
     ],
-    ids=lambda found: repr(found)[:60],
+    ids=lambda data: repr(data)[:60],
 )
-def test_a_description_that_makes_no_sense_is_a_protocol_error(found: Any) -> None:
+def test_a_description_that_makes_no_sense_is_a_protocol_error(data: Any) -> None:
     with pytest.raises(ProtocolError):
-        description.decode(found if isinstance(found, bytes) else msgpack.packb(found))
+        description.decode(data if isinstance(data, bytes) else msgpack.packb(data))
 
 
 def test_bytes_that_are_not_those_of_the_description_are_a_protocol_error() -> None:
     wire = Wire()
     wire.blob = bytes(8)
-    found = msgpack.packb(_float(shape=[2]))
+    packed = msgpack.packb(_float(shape=[2]))
     with pytest.raises(ProtocolError):
-        _read_value(wire, Fetched(found=found, blob_nbytes=8), time.monotonic())  # type: ignore[arg-type]
+        _read_value(wire, Fetched(description=packed, blob_nbytes=8), time.monotonic())  # type: ignore[arg-type]
 
 
 def test_a_description_of_one_tensor_is_read() -> None:
@@ -261,9 +261,9 @@ def test_a_value_whose_description_is_longer_than_a_frame_arrives(
     value = {f"model.layers.{at}.{'x' * 200}": np.full((1, at % 7), at, "int32") for at in range(5_000)}
     store.put(KEY, contain({**value, "arena": arena}))
     for _ in range(2):  # the connection goes on
-        found = fetching.fetch(address, KEY, actor="W", timeout_s=LIMIT_S)
-        assert list(found) == [*value, "arena"]
-        assert all(map(np.array_equal, found.values(), (*value.values(), arena)))
+        fetched = fetching.fetch(address, KEY, actor="W", timeout_s=LIMIT_S)
+        assert list(fetched) == [*value, "arena"]
+        assert all(map(np.array_equal, fetched.values(), (*value.values(), arena)))
 
 
 def test_a_value_of_too_many_tensors_is_refused_at_once(holder: tuple[Address, Store]) -> None:
@@ -342,7 +342,7 @@ def test_a_client_that_was_lent_something_says_that_it_has_copied_it_and_nothing
 
     store, wire = Store(), Strange(Fetch(key=KEY, domain=memory_domain()))
     store.put(KEY, contain(tensors.zeros(100_000)))
-    with pytest.raises(ProtocolError, match="Fetch where Copied was due"):
+    with pytest.raises(ProtocolError, match="unexpected message Fetch, expected Copied"):
         serve(wire, store)  # type: ignore[arg-type]
 
 
@@ -356,7 +356,7 @@ def test_what_was_read_too_late_is_not_believed() -> None:
 def test_memory_that_is_not_there_any_more_is_out_of_reach() -> None:
     wire, _ = lent(tensors.zeros(100_000))
     answer = wire.answers[0]
-    (pid, fd, _, nbytes), *rest = msgpack.unpackb(answer.found)
+    (pid, fd, _, nbytes), *rest = msgpack.unpackb(answer.description)
     gone = msgpack.packb([[pid, fd, bytes(32), nbytes], *rest])
     with pytest.raises(_OutOfReach):
-        _read_value(wire, Fetched(found=gone), time.monotonic())  # type: ignore[arg-type]
+        _read_value(wire, Fetched(description=gone), time.monotonic())  # type: ignore[arg-type]

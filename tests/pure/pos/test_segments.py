@@ -33,11 +33,11 @@ _held: dict[str, Any] = {}
 def processes(tmp_path: Path) -> Iterator[list[Process]]:
     """Two processes, and a folder for temporary files that is to stay empty."""
     both = [Process(), Process()]
-    for one in both:
-        one.call(use_temporary, str(tmp_path))
+    for process in both:
+        process.call(use_temporary, str(tmp_path))
     yield both
-    for one in both:
-        one.close()
+    for process in both:
+        process.close()
     assert not list(tmp_path.iterdir())
     assert not [file for file in Path("/dev/shm").iterdir() if module.NAME in file.name]
 
@@ -234,7 +234,7 @@ def test_an_arena_that_is_switched_off_is_none(
     segments: Segments, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("RAYCOLLECT_ARENA_LIMIT", "0")
-    with pytest.raises(OSError, match="switched off"):
+    with pytest.raises(OSError, match="disabled"):
         segments.allocate(10)
     assert not caplog.records, "somebody wanted it so"
 
@@ -253,7 +253,7 @@ def test_where_there_can_be_no_arena_one_warning_says_why(
         monkeypatch.setattr(os, "memfd_create", refuse)
     else:
         monkeypatch.delattr(os, "memfd_create")
-    reason = {"limit": "'much'", "memfd": "not here", "system": "no memfd_create"}[cause]
+    reason = {"limit": "'much'", "memfd": "not here", "system": "lacks memfd_create"}[cause]
     with caplog.at_level(logging.WARNING, "raycollect"):
         for _ in range(3):
             with pytest.raises(OSError, match=reason):
@@ -286,7 +286,7 @@ def fork_and_look() -> list[str]:
         wrong = answers.read().split("\n")
     os.waitpid(child, 0)
     checks = {"data changed": (block == 7).all(), "statistics changed": segments.statistics() == before}
-    return [one for one in wrong if one] + [name for name, is_right in checks.items() if not is_right]
+    return [fault for fault in wrong if fault] + [name for name, is_right in checks.items() if not is_right]
 
 
 def look_in_child(segments: Segments, arena: Arena, block: np.ndarray) -> list[str]:

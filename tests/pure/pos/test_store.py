@@ -35,8 +35,8 @@ def _container(value: Any = None) -> Container:
 
 
 def _state(store: Store, key: Key) -> State:
-    found = store.look(key)
-    return State.HELD if isinstance(found, Container) else found.state
+    value = store.look(key)
+    return State.HELD if isinstance(value, Container) else value.state
 
 
 # ---------------------------------------------------------------------------------------------- entries
@@ -80,8 +80,8 @@ def test_only_so_many_absences_are_remembered_the_latest() -> None:
     for number in range(1000):
         store.fail(_task(number), "no")
         assert len(store._absent) <= 10
-    known = [number for number in range(1000) if _state(store, _key(number)) is State.FAILED]
-    assert known == list(range(990, 1000))
+    remembered = [number for number in range(1000) if _state(store, _key(number)) is State.FAILED]
+    assert remembered == list(range(990, 1000))
 
 
 EVENTS = ("put", "fail", "pass", "free")
@@ -92,14 +92,14 @@ class Model:
 
     def __init__(self) -> None:
         self.state = State.ABSENT
-        self.found: Any = Absence(State.ABSENT)
+        self.value: Any = Absence(State.ABSENT)
 
     def on(self, event: str, detail: Any) -> None:
         after = _NEXT[self.state, event]
         if after is not self.state or (event == "fail" and after is State.FAILED):
-            self.found = {"put": detail, "free": Absence(State.FREED)}.get(event, Absence(after, str(detail)))
+            self.value = {"put": detail, "free": Absence(State.FREED)}.get(event, Absence(after, str(detail)))
         elif event == "pass" and after is State.BY_VALUE:
-            self.found = Absence(after, str(detail))
+            self.value = Absence(after, str(detail))
         self.state = after
 
 
@@ -124,7 +124,7 @@ def test_every_story_of_a_key_follows_the_table(story: list[tuple[str, int]]) ->
         models[number].on(event, detail)
         _apply(store, event, number, detail)
         for other, model in models.items():
-            assert store.look(_key(other)) == model.found
+            assert store.look(_key(other)) == model.value
         held = sum(model.state is State.HELD for model in models.values())
         assert store.statistics() == StoreStatistics(held=held, dirty=0, freed=freed)
 
@@ -169,15 +169,15 @@ class _Counted(tuple[int, int]):
         return super().__getitem__(at)
 
 
-_RANGES = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 6)).map(lambda one: (one[0], one[0] + one[1])))
+_RANGES = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 6)).map(lambda pair: (pair[0], pair[0] + pair[1])))
 
 
 @given(_RANGES, _RANGES)
 @settings(max_examples=200)
-def test_many_ranges_overlap_as_each_two_of_them_do(dirty: list[tuple[int, int]], asked: list[tuple[int, int]]) -> None:
+def test_many_ranges_overlap_as_each_two_of_them_do(dirty: list[tuple[int, int]], spans: list[tuple[int, int]]) -> None:
     store, owner = Store(), Owner()
     store.mark_dirty(dirty, [owner] * len(dirty))
-    assert store.is_dirty(asked) == any(max(a[0], b[0]) < min(a[1], b[1]) for a in asked for b in dirty)
+    assert store.is_dirty(spans) == any(max(a[0], b[0]) < min(a[1], b[1]) for a in spans for b in dirty)
 
 
 def test_claims_of_many_ranges_are_not_compared_each_with_each() -> None:

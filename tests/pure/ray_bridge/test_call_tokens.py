@@ -166,7 +166,7 @@ def test_a_finalizer_tells_while_others_are_told(caller):
             tell(keys)
 
     caller.tokens._tell = tells
-    assert threads.has_ended(threads.apart(caller.nobody_holds, lent[0]), 20.0)
+    assert threads.has_ended(threads.call_in_helper(caller.nobody_holds, lent[0]), 20.0)
     assert caller.told == [[key(0)], [key(1)]]
 
 
