@@ -21,7 +21,7 @@ from raycollect.errors import (
     RaycollectError,
 )
 from raycollect.group import member_communicator
-from raycollect.group.coordinator_client import State
+from raycollect.group.coordinator_client import CommunicatorState
 from tests.pure.group.tables import WORLD, Call, Plain, Seeing, Table, agreed_calls, assert_set, error_of, start_calls
 from tests.pure.watched import WAIT_S
 from tests.support.waiting import wait_until
@@ -122,7 +122,7 @@ def test_one_rank_tells_that_the_ranks_are_out_of_step(table: Callable[..., Tabl
     assert [one.rank for one in told] == [1]
     _all_call(here)
     here.process_groups[0].received(told[0])
-    assert here.process_groups[0].communicator("all").client.state is State.OK
+    assert here.process_groups[0].communicator("all").client.state is CommunicatorState.OK
 
 
 def test_a_rank_that_waits_for_one_that_has_left_an_earlier_launch_is_woken(table: Callable[..., Table]) -> None:
@@ -263,7 +263,9 @@ def test_whatever_ranks_do_in_their_calls_they_meet_in_the_next_one(
         for future in calls:
             future.exception(WAIT_S)
         assert len(set(_all_call(here))) == 1
-    assert {communicator.communicator("all").client.state for communicator in here.process_groups} == {State.OK}
+    assert {communicator.communicator("all").client.state for communicator in here.process_groups} == {
+        CommunicatorState.OK
+    }
 
 
 def _raise(error: BaseException) -> Outcome:

@@ -11,7 +11,7 @@ import pytest
 from raycollect.channel.messages import Answer, Ask, Message
 from raycollect.errors import ConnectionLostError
 from raycollect.group import watchdog
-from raycollect.group.coordinator_client import Position
+from raycollect.group.coordinator_client import RankPosition
 from raycollect.group.watchdog import Watchdog
 from tests.pure.group.watchdog_desk import HERE, Desk
 from tests.pure.watched import WAIT_S
@@ -28,7 +28,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "LATE_ANSWER_S", WAIT_S)
 
 
-def answer(rank: int, position: Position, what: str = "W.train (t.py:3)") -> Answer:
+def answer(rank: int, position: RankPosition, what: str = "W.train (t.py:3)") -> Answer:
     place, seq = position
     stack = ["t.py:3 in W.train: go()"]
     return Answer(group_id="id", communicator="all", rank=rank, place=place, seq=seq, doing=what, stack=stack)
@@ -41,7 +41,7 @@ def test_late_ranks_are_queried_and_reported() -> None:
 
     def all_answer(question: Ask) -> None:
         assert question == Ask(group_id="id", communicator="all", ranks=[1, 2])
-        for one in (answer(2, HERE, ""), answer(1, Position("generation", 3))):
+        for one in (answer(2, HERE, ""), answer(1, RankPosition("generation", 3))):
             threading.Thread(target=desk.watchdog.received, args=(one,)).start()
 
     desk.on_send = all_answer
