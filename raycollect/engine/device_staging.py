@@ -51,7 +51,7 @@ class Patience:
             raise PlanAbortedError(detail=reason)
         self._until_s = self._until_s or now_s + self.limit_s
         if now_s > self._until_s:
-            detail = f"a device has not finished within {self.limit_s:g} s the work before a copy from or to it"
+            detail = f"timed out after {self.limit_s:g} s waiting for a device before a copy"
             raise CollectiveTimeoutError(timeout_s=self.limit_s, detail=detail)
 
 

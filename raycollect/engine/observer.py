@@ -23,7 +23,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 _PLACES = {
     "waiting": run_steps.FOR_AN_OPERAND,
-    "prepare": "looks at its operands",
+    "prepare": "prepares its operands",
     "check": run_steps.IN_CHECK,
 }
 """Event -> the position of the run from then on, in words."""
@@ -83,7 +83,7 @@ class Observer:
         """Describes the position of the run to a person; `first` is the number of the program's first call."""
         prepared, bundle, program = self.prepared, self.bundle, self.program
         if prepared is None or bundle is None:
-            return "waits for readers of what it writes"
+            return "waits for readers of its outputs"
         bundles = prepared.bundles
         if len(program.tasks) == 1 and is_named and not program.tasks[0].request:
             return f"in its kernels ({bundle.share.op})"

@@ -251,7 +251,7 @@ class Preparation:
         except RaycollectError:
             raise
         except Exception as exc:  # noqa: BLE001 - of the library that makes memory on a device
-            self.refuse([_no_memory(exc, "room for tensors that lie elsewhere than the backend works")])
+            self.refuse([_no_memory(exc, "memory for staging buffers")])
 
     def _take_buffer(self) -> None:
         # The choice of packed tensors follows from all ranks' sizes; this rank's staging of them follows from its own
@@ -397,7 +397,7 @@ def _learn(operands: TaskBuffers, specs: Sequence[Spec]) -> None:
         raise
     except Exception as exc:  # noqa: BLE001 - from the library that makes the tensor, as for a missing device
         index = next(at for at, buffer in enumerate(operands.share.template.buffers) if buffer.role is Role.LEARNED)
-        expected = "the giver's kind of device here too, or an output that is there already"
+        expected = "the sender's kind of device on this rank, or an existing output"
         operands.violate("allocation", "output", too_large(exc), expected, index)
 
 

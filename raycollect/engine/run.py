@@ -363,7 +363,7 @@ class Run(Launches):
     def _keep(self, preparation: Preparation) -> tuple[Container, ...]:
         outputs = preparation.outputs()
         if outputs and self.keep is not None:
-            self.observer.slot.at = "keeps its outputs"
+            self.observer.slot.at = "stores its outputs"
             self.keep(outputs)
         self.observer.event("done")
         return outputs

@@ -63,7 +63,7 @@ class StepRunner:
         communicators: Callable[[str], Communicator],
     ) -> None:
         if len(refs) != step_program.refs:
-            raise ProtocolError(detail=f"{len(refs)} values for a routine of {step_program.refs} refs")
+            raise ProtocolError(detail=f"{len(refs)} values for a step program of {step_program.refs} refs")
         self.step_program: StepProgram = step_program
         self.slots: list[Any] = [*refs, *[None] * (step_program.slots - step_program.refs)]
         self.invoke: Invoke = invoke
@@ -152,7 +152,7 @@ class StepRunner:
         with self._lock:
             values = self._kept_values.pop(seq, None)
         if values is None:
-            raise CaptureError(detail=f"run {seq} of this captured step keeps no values, or no more")
+            raise CaptureError(detail=f"run {seq} of this captured step has no kept values, or no longer")
         return values if len(values) > 1 else values[0]
 
     def abort(self, seq: int = 0) -> None:
@@ -253,10 +253,10 @@ class StepRunner:
                 )
                 call = next(producers, None)
                 if call is None:
-                    return CaptureError(detail=f"what the step should give back can't be: {exc}; {_READ_IT}")
-                detail = f"{exc}, so that it can't be given back"
+                    return CaptureError(detail=f"the step's results can't be returned: {exc}; {_READ_IT}")
+                detail = f"{exc}, so the result can't be returned"
                 return MethodError(op=call.method, call=call.step, detail=detail)
-        return CaptureError(detail=f"what the step should give back can't be: {detail}; {_READ_IT}")
+        return CaptureError(detail=f"the step's results can't be returned: {detail}; {_READ_IT}")
 
 
 class _ReturnedContainers:

@@ -230,7 +230,7 @@ def _find_leader(request: BootstrapRequest, store: BootstrapStore, hub: Hub, dea
         now_s = time.monotonic()
         there = _look(store, request.spec.name)
         if there is None:
-            why = "it has posted nothing"
+            why = "it has not posted its address"
         elif isinstance(there, str):
             why = f"{there}. Delete {store.where(request.spec.name)}, or start rank 0, which replaces it"
         elif there != tried or now_s >= again_s:
@@ -308,4 +308,4 @@ def _read(rank: int, word: bytes) -> Introduction:
     try:
         return _INTRODUCTIONS.decode(word)
     except ProtocolError:
-        raise ProtocolError(detail=f"rank {rank} does not say who and where it is") from None
+        raise ProtocolError(detail=f"rank {rank} sent a malformed introduction") from None

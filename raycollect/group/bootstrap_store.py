@@ -74,7 +74,7 @@ _RECORDS = Codec[LeaderRecord](LeaderRecord, "record of rank 0", version=2)
 
 
 def _malformed(why: str) -> InvalidGroupError:
-    return InvalidGroupError(group_name="", detail=f"what is posted is not a record of rank 0: {why}")
+    return InvalidGroupError(group_name="", detail=f"the posted record of rank 0 is malformed: {why}")
 
 
 class BootstrapStore(Protocol):
@@ -173,7 +173,9 @@ class DirectoryBulletin:
         try:
             yield
         except OSError as exc:
-            detail = f"the rendezvous directory {self._path} can't be used: {exc.strerror}. Name a directory, no link"
+            detail = (
+                f"the rendezvous directory {self._path} can't be used: {exc.strerror}. Pass a directory, not a link"
+            )
             raise InvalidGroupError(group_name="", detail=detail) from exc
 
 

@@ -44,7 +44,7 @@ class ChannelExchange:
                 raise PlanAbortedError(detail="aborted in the consistency check")
             if answer is None:
                 raise CollectiveTimeoutError(
-                    detail="not everyone came to the consistency check", timeout_s=launch.timeout_s
+                    detail="some ranks did not arrive at the consistency check", timeout_s=launch.timeout_s
                 )
             self._aborted = {other for other in self._aborted if other >= seq}
             return answer

@@ -44,7 +44,7 @@ ALL = "all"
 PLANS = "plans"
 """The communicator of the driver's plans. Its ranks only publish values for connecting; they meet at the controller."""
 
-DEPARTED = "it has destroyed the group on its side"
+DEPARTED = "it has destroyed the group"
 """The reason for the departure of a live member."""
 
 Orders = list[tuple[int, Message]]

@@ -340,7 +340,7 @@ class CoordinatorClient:
         error = self.broken or stop
         if epoch == self.epoch and error is None and self.state is not CommunicatorState.OUT_OF_STEP:
             return ""
-        return getattr(error, "detail", "") or "this forming of the group was given up"
+        return getattr(error, "detail", "") or "the forming of the group was abandoned"
 
 
 class CoordinatorRendezvous:

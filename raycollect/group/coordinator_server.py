@@ -114,7 +114,7 @@ class CoordinatorServer:
 
     def _fade(self, fade: Callable[[], None]) -> None:
         self._all_notified.wait(FADING_S)
-        threads.survives(fade, place="taking back where rank 0 is")
+        threads.survives(fade, place="removing the record of rank 0")
         self.close()
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ class CoordinatorServer:
         with self._lock:
             rank = self._rank_of(link)
             if rank < 0:
-                raise ProtocolError(detail=f"{type(message).__name__} from one who is no member")
+                raise ProtocolError(detail=f"{type(message).__name__} from a connection that is not a member's")
             self._deliver(self._coordinator.receive(rank, message))
 
     def closed(self, link: Link, reason: ChannelError) -> None:
@@ -166,7 +166,7 @@ class CoordinatorServer:
             try:
                 self._deliver(self._coordinator.lost(rank, reason.detail))
             except Exception as exc:  # noqa: BLE001 - members wait for the report
-                self._fail(threads.failed("telling who is gone", exc))
+                self._fail(threads.failed("reporting a departed member", exc))
             idle = self._process_group is None and not self._links and self._failed is None
         if idle:
             self._server.close()
@@ -189,7 +189,7 @@ class CoordinatorServer:
                 there, here = f"rank {rank} ({who})", f"rank 0 ({self._who[0]})"
                 return f"{there} says that {name} is {shown(said.get(name))}, and {here} that it is {shown(mine[name])}"
         if not isinstance(rank, int) or not 0 <= rank < size:
-            return f"rank {rank} ({who}) is no rank of a group of {size}"
+            return f"rank {rank} ({who}) is not a rank of a group of {size}"
         return f"rank {rank} was taken twice: by {self._who[rank]} and by {who}" if rank in self._who else ""
 
     def _refuse(self, link: Link, error: RaycollectError) -> None:

@@ -144,7 +144,7 @@ def _rank_problems(actors: Any, world_size: Any, ranks: Any, backend: Any) -> li
     if not isinstance(actors, (list, tuple)):
         return []
     if isinstance(world_size, str) and ranks is None and not backends.is_known(world_size):
-        said = "here, as in ray.util.collective, the world size stands"
+        said = "as in ray.util.collective, this argument is the world size"
         return [f"world_size is {world_size!r}: {said}; a name is given as group_name={world_size!r}"]
     if isinstance(world_size, str):
         name = f", group_name={ranks!r}" if isinstance(ranks, str) else ""
@@ -187,7 +187,7 @@ def _rank_table(
     if table is None:
         return None, ""
     if ranks is not None:
-        problems.append("ranks and rank_table both say the ranks: give one of them")
+        problems.append("ranks and rank_table both specify the ranks: pass one of them")
     if isinstance(actors, (list, tuple)) and actors and table.world_size != len(actors):
         problems.append(f"the rank table is of {table}, but there are {len(actors)} actors; it is from {source}")
     return table, source

@@ -133,7 +133,7 @@ def current(environ: Mapping[str, str] = os.environ) -> Costs:
         if is_named:
             raise
         (violation,) = exc.violations
-        warnings.warn(f"{violation.field} is {violation.found}: the defaults stand", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"{violation.field} is {violation.found}: the defaults are used", RuntimeWarning, stacklevel=2)
         return Costs()
 
 

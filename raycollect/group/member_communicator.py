@@ -209,7 +209,7 @@ class MemberCommunicator(GroupCommunicator):
             leave(failure)
         raised = self._explained(call, failure, agreed)
         if call.restarts:
-            leave(raised or PlanAbortedError(detail=f"it begins again, to be refused: {self._callers.conflict}"))
+            leave(raised or PlanAbortedError(detail=f"it restarts, to be refused: {self._callers.conflict}"))
         # Denied, or the connection to a rank has ended without a message: only this rank knows the error
         leave(raised if isinstance(raised, RefusedError | GroupBrokenError | PlanAbortedError) else None)
         if raised is not None:

@@ -24,7 +24,7 @@ def read(given: Any) -> tuple[tuple[tuple[str, Any], ...], tuple[str, ...]]:
     try:
         plain = _plain(named, "pg_options", problems)
     except RecursionError:
-        problems, plain = ["pg_options holds lists or dicts that have no end"], ()
+        problems, plain = ["pg_options contains recursive lists or dicts"], ()
     return (() if problems else plain), tuple(problems)
 
 

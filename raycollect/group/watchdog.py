@@ -224,7 +224,7 @@ class Watchdog(Watcher):
                 late.append(f"rank {rank} has not joined")
             elif not report.has_begun:
                 late.append(str(report))
-        said = f"these have not come to it:\n  - {listed(late, _NEXT)}" if late else "all have come to it"
+        said = f"these ranks have not arrived:\n  - {listed(late, _NEXT)}" if late else "all ranks have arrived"
         text = "%s on group %r, here rank %d, is still under way after %g s; %s"
         _log.warning(text, call.op, member.spec.name, member.rank, QUIET_S, said)
 

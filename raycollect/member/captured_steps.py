@@ -263,8 +263,8 @@ class CapturedStep:
                 step=step,
             )
             if len(results) > MOST_NBYTES:
-                actual = f"takes {len(results)} bytes, and a message carries {MOST_NBYTES}"
-                raise CaptureError(detail=f"what the step gives back {actual}: let methods return refs instead")
+                actual = f"take {len(results)} bytes, and a message carries {MOST_NBYTES}"
+                raise CaptureError(detail=f"the step's results {actual}: let methods return refs instead")
             if self._answered != seq:
                 self._answer(seq, number, results)
         finally:

@@ -115,7 +115,7 @@ def _follow(request: BootstrapRequest, store: BootstrapStore, process_groups: Pr
             raise
         detail = (
             f"rank 0 had not arrived after {request.spec.timeout_s:g} s. {leader}, rank 0 of a group of this name, was "
-            f"made by another process: members that several processes made all pass rendezvous={JOB!r}"
+            f"created by another process: members that several processes created all pass rendezvous={JOB!r}"
         )
         raise InvalidGroupError(group_name=request.spec.name, detail=detail) from exc
 

@@ -375,7 +375,7 @@ def _check_alike(name: str, tensors: _Tensors) -> None:
         ("dtype", [info.dtype for info in infos]),
     ):
         if len(set(values)) > 1:
-            raise _FaultError("mismatch", f"{field} of {name}", listed(dict.fromkeys(values)), "the same of all")
+            raise _FaultError("mismatch", f"{field} of {name}", listed(dict.fromkeys(values)), "the same for all")
 
 
 def _whole(count: int, more: str = "") -> Structure:

@@ -289,7 +289,7 @@ class Participant:
                 return
             before = self._lease
         if before is not None:  # first, as this ends all groups of the controller
-            before.end("its controller came anew")
+            before.end("its controller has reconnected")
         with self._lock:
             self._lease = lease = Lease(controller, description, link, self, mailbox)
             self._lenders.open(_lender(link))

@@ -108,7 +108,7 @@ class PlanSequencer:
     def _wait(self, seq: int, predecessor: int) -> None:
         ring = self._tracer.ring
         began_s = 0.0 if ring is None else ring.clock()
-        run_steps.here().at = "waits for the one before it"
+        run_steps.here().at = "waits for its predecessor"
         while not self.has_ended(predecessor) and not self._closed:
             self._waiting += 1
             self._changed.wait()

@@ -177,7 +177,7 @@ class _Named(distributed.ProcessGroup):  # type: ignore[misc]
             queue.close()
         for queue in self._queues.values():
             if not queue.drain(until_s - monotonic()):
-                _log.warning("group %r: destroyed while %d calls were under way", self._member_group, queue.pending)
+                _log.warning("group %r: destroyed while %d calls were in progress", self._member_group, queue.pending)
         self.abort()
 
     def abort(self) -> None:
