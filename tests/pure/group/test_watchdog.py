@@ -46,7 +46,7 @@ def test_late_ranks_are_queried_and_reported() -> None:
 
     desk.on_send = all_answer
     began_s = time.monotonic()
-    first, second = desk.asked([1, 2])
+    first, second = desk.ask([1, 2])
     assert time.monotonic() - began_s < WAIT_S, "nobody waited for the limit"
     assert (first.rank, first.actor, first.answers, first.has_begun) == (1, "W(1)", True, False)
     assert (first.doing, first.stack) == ("W.train (t.py:3)", ("t.py:3 in W.train: go()",))
@@ -59,11 +59,11 @@ def test_rank_without_an_answer_is_reported_as_silent(monkeypatch: pytest.Monkey
     monkeypatch.setattr(watchdog, "LATE_ANSWER_S", 0.01)
     desk = Desk()
     desk.on_send = lambda question: desk.watchdog.received(answer(1, HERE)) and None
-    one, other = desk.asked([1, 2])
+    one, other = desk.ask([1, 2])
     assert (one.answers, other.answers, other.has_begun, other.stack) == (True, False, False, ())
     desk.watchdog.received(answer(2, HERE))  # too late, and of no harm
     desk.on_send = lambda question: None
-    assert [report.answers for report in desk.asked([1, 2])] == [False, False], "each call asks anew"
+    assert [report.answers for report in desk.ask([1, 2])] == [False, False], "each call asks anew"
 
 
 @pytest.mark.usefixtures("patient")
@@ -73,7 +73,7 @@ def test_no_query_is_sent_without_a_queryable_rank(case: str) -> None:
     if case == "joining":
         desk.member.members = ()
     late = {"nobody": [], "itself": [0], "strangers": [3, -1], "joining": [1]}[case]
-    assert desk.asked(late) == ()
+    assert desk.ask(late) == ()
     assert desk.sent == []
 
 
@@ -85,5 +85,5 @@ def test_where_the_coordinator_is_gone_nothing_is_waited_for(monkeypatch: pytest
 
     desk = Desk()
     desk.on_send = gone
-    (report,) = desk.asked([1])
+    (report,) = desk.ask([1])
     assert not report.answers

@@ -34,7 +34,7 @@ class Desk:
         self.sent.append(message)
         self.on_send(message)
 
-    def asked(self, ranks: list[int]) -> tuple[Any, ...]:
+    def ask(self, ranks: list[int]) -> tuple[Any, ...]:
         """What `reports` gives where these are late."""
         return self.watchdog.reports(self.client, ranks, HERE)
 
