@@ -64,7 +64,7 @@ class _ProgramBuilder:
             refs=first,
             arguments=tuple(range(first, first + len(names))),
             returns=tuple(self.returns),
-            kept=tuple(self.kept),
+            keeps=tuple(self.kept),
             keys=tuple(keys),
             numbered=numbered,
         )

@@ -26,7 +26,7 @@ from raycollect.core import files
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind
 from raycollect.core.protocols import Communicator, Joining
 from raycollect.errors import CollectiveTimeoutError, KernelError
-from raycollect.group.link_costs import Measured
+from raycollect.group.link_costs import MeasuredLink
 
 BACKENDS = ("shm", "tcp")  # what is measured, inside this host
 SIZES = (64, 4 << 10, 64 << 10, 1 << 20, 8 << 20)  # the bytes that are sent
@@ -38,7 +38,7 @@ _BLOCK = 5  # round trips of which the median is taken
 _POLL_S = 0.002
 
 
-def measure(backend: str, sizes: Sequence[int] = SIZES, *, timeout_s: float = _TIMEOUT_S) -> Measured:
+def measure(backend: str, sizes: Sequence[int] = SIZES, *, timeout_s: float = _TIMEOUT_S) -> MeasuredLink:
     """Measures the link between two processes of this host, by sending `sizes` bytes, two sizes at least.
 
     Raises:
@@ -60,7 +60,7 @@ def measure(backend: str, sizes: Sequence[int] = SIZES, *, timeout_s: float = _T
     return line_of(backend, times)
 
 
-def line_of(backend: str, times: Mapping[int, float]) -> Measured:
+def line_of(backend: str, times: Mapping[int, float]) -> MeasuredLink:
     """The line of the least sum of squared relative errors whose latency is not below zero, from bytes -> seconds.
 
     Raises:
@@ -86,7 +86,7 @@ def line_of(backend: str, times: Mapping[int, float]) -> Measured:
         f"measured: half of the least median of {_BLOCK} round trips between two processes of one host, "
         f"{min(times)} to {max(times)} bytes; times are within a factor of {misfit:.2f} of the line"
     )
-    return Measured(place="inside", backend=backend, latency_s=latency_s, bandwidth=1 / slope, how=how)
+    return MeasuredLink(place="inside", backend=backend, latency_s=latency_s, bandwidth=1 / slope, how=how)
 
 
 # ---------------------------------------------------------------------------------------------- in the two processes

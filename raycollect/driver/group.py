@@ -17,7 +17,7 @@ from raycollect.errors import ActorGoneError, InvalidGroupError, UnknownGroupErr
 from raycollect.errors.text import as_name, listed, shown
 from raycollect.group import membership as groups
 from raycollect.group.declaration import Declaration
-from raycollect.group.rank_table import Place, RankTable
+from raycollect.group.rank_table import ActorPlacement, RankTable
 from raycollect.member import init
 from raycollect.planner import Membership
 from raycollect.planner.wording import counted
@@ -89,7 +89,7 @@ class Group:
         are counted from 0 on.
         """
         members = self._membership.members
-        return RankTable.of_places([Place.of(m.node_id, dict(m.accelerators), m.actor) for m in members])
+        return RankTable.of_places([ActorPlacement.of(m.node_id, dict(m.accelerators), m.actor) for m in members])
 
     def status(self, timeout_s: float = 2.0) -> GroupStatus:
         """Where it stands, and what its members are doing. They answer from a thread of their own, also while busy.

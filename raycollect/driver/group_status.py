@@ -210,7 +210,7 @@ def member_status(member: Member, trackers: Sequence[PlanTracker], seen: Mapping
         awaited_s=max((stall_report.awaited_s(one, member.actor_id, seen) for one in pending), default=0.0),
         host=member.address.host,
         device=", ".join(f"{kind} {', '.join(ids)}" for kind, ids in member.accelerators) or "CPU",
-        **watchdog.told(mine),
+        **watchdog.report_fields(mine),
     )
 
 

@@ -1,11 +1,11 @@
-"""Stand-ins for tensors that lie elsewhere than a backend works, and the copies to and from them.
+"""Staging buffers for tensors on another device than the backend's, and the copies to and from them.
 
-Each rank moves its own tensors; the other ranks need not know. A stand-in is as large as its tensor, without gaps. What
-a kernel reads is copied into stand-ins before it, and what it wrote is copied out behind it, so the tensor itself is
-not touched in between. What is in place stays in place in the stand-ins.
+Each rank stages its own tensors, unknown to the other ranks. A staging buffer has the size of its tensor, without
+gaps. Inputs of a kernel are copied into staging buffers before it, and outputs are copied out after it, so the tensors
+themselves are not touched in between. In-place operands share a staging buffer.
 
-Copies from and to a GPU come after all that the caller has enqueued (`streams`), and have ended when the call returns.
-They run on a stream of their own; nothing else on the device is waited for.
+Copies from and to a GPU follow all work that the caller has enqueued (`streams`), and have ended when the call returns.
+They run on a separate stream and wait for no other work on the device.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from raycollect.planner import Domain
 
 CPU, CUDA = "cpu", "cuda"
 
-Check = Callable[[], None]  # called repeatedly while waiting for a device; raises to end the wait
+Check = Callable[[], None]  # called repeatedly during a wait for a device; raises to end the wait
 
 
 @dataclass(slots=True, eq=False)
 class Patience:
-    """Ends a wait for a device on an abort, or `limit_s` after it was first asked."""
+    """Ends a wait for a device on an abort, or `limit_s` after the first call."""
 
     reason: Callable[[], str | None]
     limit_s: float
     _until_s: float = 0.0
 
     def __call__(self) -> None:
-        """Returns to go on waiting; raises PlanAbortedError or CollectiveTimeoutError to stop."""
+        """Raises PlanAbortedError or CollectiveTimeoutError to end the wait."""
         reason, now_s = self.reason(), time.monotonic()
         if reason is not None:
             raise PlanAbortedError(detail=reason)
         self._until_s = self._until_s or now_s + self.limit_s
         if now_s > self._until_s:
-            detail = f"a device has not finished within {self.limit_s:g} s the work before a copy from or to it"
+            detail = f"timed out after {self.limit_s:g} s waiting for a device before a copy"
             raise CollectiveTimeoutError(timeout_s=self.limit_s, detail=detail)
 
 
 def home_of(memory: str, communicator: object) -> str:
-    """The device on which a communicator works: ``"cpu"``, ``"cuda:0"``; empty where it takes tensors anywhere."""
+    """The device of a communicator: ``"cpu"``, ``"cuda:0"``; empty if it takes tensors on any device."""
     if memory != CUDA:
         return memory
     said = getattr(communicator, "device", "")
@@ -64,7 +64,7 @@ def home_of(memory: str, communicator: object) -> str:
 
 
 def is_home(array: Array | DeviceArray, home: str) -> bool:
-    """Whether an array lies where a backend works."""
+    """Whether an array is on the backend's device."""
     if type(array) is not DeviceArray:
         return home in ("", CPU)
     return home in ("", array.device)
@@ -73,35 +73,35 @@ def is_home(array: Array | DeviceArray, home: str) -> bool:
 class StagingCopies(NamedTuple):
     """The copies around the kernels of one step."""
 
-    loads: Sequence[tuple[Any, Any]]  # (stand-in, tensor)
-    unloads: Sequence[tuple[Any, Any]]  # (tensor, stand-in)
-    is_whole: bool  # kernels write nothing but stand-ins
+    loads: Sequence[tuple[Any, Any]]  # (staging buffer, tensor)
+    unloads: Sequence[tuple[Any, Any]]  # (tensor, staging buffer)
+    is_whole: bool  # kernels write only staging buffers
 
     def load(self, check: Check) -> None:
-        """Copies what the kernels read into the stand-ins."""
+        """Copies the inputs of the kernels into the staging buffers."""
         for target, source in self.loads:
             transfer(target, source, check)
 
     def unload(self, check: Check) -> None:
-        """Copies what the kernels wrote into the tensors."""
+        """Copies the outputs of the kernels into the tensors."""
         for target, source in self.unloads:
             transfer(target, source, check)
 
 
 class StagingBuffers:
-    """The stand-ins of one run; `homes` says where each group works, as `home_of` does."""
+    """The staging buffers of one run; `homes` has the device of each group, as `home_of` returns it."""
 
     def __init__(self, homes: Mapping[Domain, str]) -> None:
         self._homes = homes
-        self._made: dict[tuple[Any, ...], Any] = {}  # by place: one for all that is the same memory
-        self._real: dict[int, Any] = {}  # id of a stand-in -> its tensor
-        self._sides: dict[tuple[int, str], tuple[Any, Any]] = {}  # so that the same pieces are the same object
+        self._buffers: dict[tuple[Any, ...], Any] = {}  # by address and layout, so that aliases share a buffer
+        self._real: dict[int, Any] = {}  # id of a staging buffer -> its tensor
+        self._sides: dict[tuple[int, str], tuple[Any, Any]] = {}  # so that equal pieces are one object
 
     def __len__(self) -> int:
-        return len(self._made)
+        return len(self._buffers)
 
     def side(self, side: Any, domain: Domain) -> Any:
-        """One side of a kernel, with stand-ins for what lies elsewhere; raises MemoryError."""
+        """One side of a kernel, with staging buffers for tensors on other devices; raises MemoryError."""
         home = self._homes.get(domain, "")
         if side is None or not home:
             return side
@@ -109,17 +109,17 @@ class StagingBuffers:
             return self._of(side, home)
         if all(is_home(array, home) for array in side):
             return side
-        known = self._sides.get((id(side), home))
-        if known is None:
-            known = self._sides[id(side), home] = side, tuple([self._of(array, home) for array in side])
-        return known[1]
+        cached = self._sides.get((id(side), home))
+        if cached is None:
+            cached = self._sides[id(side), home] = side, tuple([self._of(array, home) for array in side])
+        return cached[1]
 
     def staging_copies(self, sides: Sequence[tuple[Any, Any]]) -> StagingCopies | None:
-        """The copies around kernels of these (read, written) sides; None where they have no stand-ins."""
+        """The copies around kernels of these (read, written) sides; None if no side has staging buffers."""
         reads = _distinct(src for src, _ in sides)
         writes = _distinct(dst for _, dst in sides)
-        loads = [(one, self._real[id(one)]) for one in reads if id(one) in self._real]
-        unloads = [(self._real[id(one)], one) for one in writes if id(one) in self._real]
+        loads = [(array, self._real[id(array)]) for array in reads if id(array) in self._real]
+        unloads = [(self._real[id(array)], array) for array in writes if id(array) in self._real]
         return StagingCopies(loads, unloads, len(unloads) == len(writes)) if loads or unloads else None
 
     def _of(self, array: Any, home: str) -> Any:
@@ -127,38 +127,38 @@ class StagingBuffers:
             return array
         device = array.device if type(array) is DeviceArray else CPU
         key = (home, device, *arrays.place(array)[:4])
-        made = self._made.get(key)
-        if made is None:
-            made = self._made[key] = _stand_in(array, home)
-            self._real[id(made)] = array
-        return made
+        buffer = self._buffers.get(key)
+        if buffer is None:
+            buffer = self._buffers[key] = _make_buffer(array, home)
+            self._real[id(buffer)] = array
+        return buffer
 
 
 def _distinct(sides: Iterator[Any]) -> list[Any]:
-    found = [array for side in sides for array in (side if type(side) is tuple else (side,)) if array is not None]
-    return list({id(array): array for array in found}.values())
+    distinct = [array for side in sides for array in (side if type(side) is tuple else (side,)) if array is not None]
+    return list({id(array): array for array in distinct}.values())
 
 
-def _stand_in(array: Array | DeviceArray, home: str) -> Any:
+def _make_buffer(array: Array | DeviceArray, home: str) -> Any:
     if home == CPU:
         return np.empty(array.shape, native(array.dtype))
-    known = arrays.info(array)
-    wanted = TensorInfo(shape=known.shape, dtype=known.dtype, itemsize=known.itemsize, device=home, library="cupy")
+    info = arrays.info(array)
+    wanted = TensorInfo(shape=info.shape, dtype=info.dtype, itemsize=info.itemsize, device=home, library="cupy")
     with _lent(import_module("cupy"), home) as stream, stream.entered():
         return arrays.memory(arrays.empty(wanted))
 
 
 def transfer(target: Array | DeviceArray, source: Array | DeviceArray, check: Check) -> None:
-    """Copies a tensor to another one of as many elements and the same dtype, wherever each lies.
+    """Copies a tensor to another one of the same size and dtype, on any devices.
 
     In host memory the dtypes may differ.
 
-    The copy comes after all that the caller has enqueued, and has ended when the call returns. `check` is called while
-    a device is waited for.
+    The copy follows all work that the caller has enqueued, and has ended when the call returns. `check` is called
+    during waits for a device.
 
     Raises:
         KernelError: The device has failed.
-        Exception: What `check` raises.
+        Exception: The exception of `check`.
     """
     if type(target) is not DeviceArray and type(source) is not DeviceArray:
         there = cast("Array", source)
@@ -204,7 +204,7 @@ def _fetched(source: DeviceArray, check: Check) -> Array:
     with _lent(cupy, source.device) as stream:
         with stream.entered():
             pass
-        wait(stream.has_ended, check)  # for what the caller has enqueued: the copy itself can't be interrupted
+        wait(stream.has_ended, check)  # for the caller's enqueued work: the copy itself can't be interrupted
         number = device_id(source.device)
         with on_device(number), on_stream(stream.stream, number):
             view = bits_view(source)
@@ -237,7 +237,7 @@ _idle: dict[int, list[GroupStream]] = defaultdict(list)
 
 @contextmanager
 def _lent(cupy: ModuleType, device: str) -> Iterator[GroupStream]:
-    # A stream that was waited for in vain is not used again.
+    # A stream whose wait has failed is not used again.
     warn_once("staging of tensors on GPUs")
     number = device_id(device)
     try:
@@ -249,7 +249,7 @@ def _lent(cupy: ModuleType, device: str) -> Iterator[GroupStream]:
 
 
 def _cupy_for(array: DeviceArray) -> ModuleType | None:
-    # None where the array is on no GPU, or cupy is missing: then torch copies.
+    # None if the array is not on a GPU, or cupy is missing: then torch copies.
     if not array.device.startswith(CUDA):
         return None
     try:

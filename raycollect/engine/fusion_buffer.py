@@ -1,9 +1,9 @@
-"""Fusion of small tensors: their staging memory, and the one kernel that moves them.
+"""Fusion of small tensors: their fusion buffer, and the single kernel that moves them.
 
-A kernel costs about as much to start as copying some hundred KiB. So the small tensors of one step are copied into one
-staging array, one kernel moves it, and what it wrote is copied out again. What is packed together follows from facts
-that all ranks have agreed on, so all pack alike. Kernels fold element by element in rank order, so packing changes no
-bits (P7).
+The launch of a kernel costs about as much as a copy of some hundred KiB. So the small tensors of one step are copied
+into one buffer, one kernel moves the buffer, and its outputs are copied out again. The choice of tensors follows from
+facts that all ranks have agreed on, so all ranks pack alike. Kernels fold element by element in rank order, so packing
+changes no bits (P7).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Item(NamedTuple):
 
 
 def size_of(kind: OpKind, item: Item, count: int) -> int:
-    """The bytes of staging that any of `count` ranks needs at most for an item, the same on all; -1: not packable."""
+    """The maximum bytes of staging of an item over `count` ranks, equal on all ranks; -1: not packable."""
     sample = item.sample
     if not isinstance(sample, np.ndarray):
         return -1
@@ -47,7 +47,7 @@ def size_of(kind: OpKind, item: Item, count: int) -> int:
 
 
 def room(kind: OpKind, item: Item) -> int:
-    """The bytes of staging that an item takes on this rank; 0 where it can't be packed."""
+    """The bytes of staging of an item on this rank; 0 if it can't be packed."""
     if not isinstance(item.sample, np.ndarray):
         return 0
     sides = [
@@ -63,7 +63,7 @@ def dtype_of(item: Item) -> np.dtype[Any] | None:
 
 
 def _staged(kind: OpKind, item: Item) -> list[Any]:
-    # The sides that take room: where one side has a piece per rank, the other one is a piece of it.
+    # The sides that take memory: if one side has a piece per rank, the other side is a piece of it.
     if kind is OpKind.ALLTOALL:
         return [item.src, item.dst]
     gives, _ = PIECES.get(kind, (False, False))
@@ -72,7 +72,7 @@ def _staged(kind: OpKind, item: Item) -> list[Any]:
 
 
 class FusionBuffer:
-    """Staging memory, used by whoever has taken it until it is given back."""
+    """Staging memory with an exclusive user, between `take` and `give`."""
 
     __slots__ = ("__weakref__", "_lock", "memory")
 
@@ -81,19 +81,19 @@ class FusionBuffer:
         self._lock = threading.Lock()
 
     def take(self) -> bool:
-        """Takes it, unless it is taken."""
+        """Takes the buffer; False if it is in use."""
         return self._lock.acquire(blocking=False)
 
     def give(self) -> None:
-        """Releases it; not after a failure, when a slow rank may still write there."""
+        """Releases the buffer; not after a failure, as a slow rank may still write to it."""
         self._lock.release()
 
 
-NO_BUFFER = FusionBuffer(np.empty(0, np.uint8))  # the staging of a rank that has no elements to pack
+NO_BUFFER = FusionBuffer(np.empty(0, np.uint8))  # the buffer of a rank without elements to pack
 
 
 class FusionPool:
-    """The staging of one process. A buffer lives as long as a program that runs, or that is remembered, holds it."""
+    """The fusion buffers of one process. A buffer lives as long as a running or cached program refers to it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -103,12 +103,12 @@ class FusionPool:
         """Takes the smallest free buffer that is large enough, or a new one of at most `limit` bytes if that suffices.
 
         Raises:
-            MemoryError: There is no memory.
+            MemoryError: Out of memory.
         """
         with self._lock:
-            living = [block for block in (known() for known in self._blocks) if block is not None]
+            living = [block for block in (reference() for reference in self._blocks) if block is not None]
             self._blocks = [weakref.ref(block) for block in living]
-        for block in sorted(living, key=lambda one: one.memory.nbytes):
+        for block in sorted(living, key=lambda block: block.memory.nbytes):
             if block.memory.nbytes >= nbytes and block.take():
                 return block
         # Powers of two, so that programs of many sizes share few blocks.
@@ -133,7 +133,7 @@ class _Rows:
         return self._line[: self._end]
 
     def add(self, arrays: Sequence[Array]) -> tuple[Array, list[Array]]:
-        """Makes one row with room for arrays, and returns it with the part of each."""
+        """Makes one row for several arrays, and returns it with the part of each array."""
         start, parts = self._end, []
         for array in arrays:
             parts.append(self._line[self._end : self._end + array.size])
@@ -141,7 +141,7 @@ class _Rows:
         return self._line[start : self._end], parts
 
     def add_each(self, sides: Sequence[tuple[Array, ...]]) -> tuple[tuple[Array, ...], list[list[Array]]]:
-        """Makes a row for each rank, of the pieces that several tensors have for it."""
+        """Makes a row for each rank, from the pieces of several tensors."""
         rows = [self.add(pieces) for pieces in zip(*sides, strict=True)]
         return tuple(row for row, _ in rows), [parts for _, parts in rows]
 
@@ -149,7 +149,7 @@ class _Rows:
 class FusedKernel:
     """One kernel for several tensors of one dtype, staged in `block`, which has `room` for all items.
 
-    `me` is the place of this rank in the launch; `kernel` is to be launched between `load` and `unload`.
+    `me` is the position of this rank in the launch; `kernel` has to be launched between `load` and `unload`.
     """
 
     __slots__ = ("_bytes", "_gathered", "_into", "_loads", "_unloads", "kernel")
@@ -166,7 +166,7 @@ class FusedKernel:
         self._unloads: _Copies = []
         self._bytes: list[tuple[memoryview, memoryview]] = []
         for array, part in unloads:
-            if _is_plain(array) and array.size:  # bytes to bytes: a third of what numpy takes to copy a few KiB
+            if _is_plain(array) and array.size:  # bytes to bytes: takes a third of numpy's time for a few KiB
                 self._bytes.append((_bytes(array), _bytes(part)))
             else:
                 self._unloads.append((array, part.reshape(array.shape)))
@@ -179,14 +179,14 @@ class FusedKernel:
             self._loads = []
 
     def load(self) -> None:
-        """Copies what the kernel reads into the staging, in one pass."""
+        """Copies the kernel's inputs into the buffer, in one pass."""
         if self._into is not None:
             np.concatenate(self._gathered, out=self._into)
         for part, array in self._loads:
             np.copyto(part, array)
 
     def unload(self) -> None:
-        """Copies what the kernel wrote into the tensors."""
+        """Copies the kernel's outputs into the tensors."""
         for target, source in self._bytes:
             target[:] = source
         for array, part in self._unloads:
@@ -199,7 +199,7 @@ _Copies = list[tuple[Array, Array]]
 def _laid_out(
     kind: OpKind, reads: Sequence[Any], writes: Sequence[Any], me: int, rows: _Rows
 ) -> tuple[Any, _Copies, Any, _Copies, Array]:
-    """Returns (src, copies into it, dst, copies out of it, the contiguous part that the copies into it fill).
+    """Returns (src, copies into it, dst, copies out of it, the contiguous part filled by the copies into src).
 
     Kernels may write where they read (`model.Kernel`), so most need no second array.
     """

@@ -34,7 +34,7 @@ class Instruments:
     store: Store
     recorder: Recorder  # of events, for error reports
     clock: Callable[[], float]  # in seconds; never goes back
-    faults: Faults | None = None  # that tests inject
+    faults: Faults | None = None  # injected by tests
     allocate: Callable[[TensorInfo], Any] = arrays.empty  # outputs, scratch, staging; raises MemoryError
     staging: FusionPool = field(default_factory=FusionPool)
     cache: RunCache = field(default_factory=RunCache)

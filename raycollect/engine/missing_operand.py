@@ -1,4 +1,4 @@
-"""Why a participant has no operand where a program or a captured step needs one."""
+"""The reasons for missing operands of programs and captured steps."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from raycollect.pos import Absence, State
 
 @dataclass(frozen=True, slots=True)
 class MissingOperand:
-    """Why there is no operand: the fields of the violation."""
+    """The reason for a missing operand: the fields of the violation."""
 
     kind: str
-    found: str
+    actual: str
     expected: str
 
 
-# State of the store -> (kind of violation, what was found, what was expected).
+# State of the store -> (kind of violation, actual, expected).
 _ABSENCES: dict[State, tuple[str, str, str]] = {
     State.ABSENT: (
         "lost",
@@ -30,7 +30,7 @@ _ABSENCES: dict[State, tuple[str, str, str]] = {
 }
 
 
-def missing(found: Absence) -> MissingOperand:
-    """Why a store has no operand."""
-    kind, text, expected = _ABSENCES[found.state]
-    return MissingOperand(kind, text.format(found.detail or "a value that is not kept"), expected)
+def missing(absence: Absence) -> MissingOperand:
+    """The reason of an absence from a store."""
+    kind, text, expected = _ABSENCES[absence.state]
+    return MissingOperand(kind, text.format(absence.detail or "a value that is not kept"), expected)

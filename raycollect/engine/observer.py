@@ -1,8 +1,8 @@
-"""What a run tells of itself while it is under way.
+"""The observer of a run in progress.
 
-One object serves four: the recorder, whose last events errors show; the timeline, if one is recorded; the status, which
-says for each run where it is (`observe.run_steps`); and progress in bytes. The run notes its position by assignments;
-whoever asks, in any thread, makes words or numbers of it.
+One object serves the recorder, whose last events errors show; the timeline, if one is recorded; the status, which shows
+the position of each run (`observe.run_steps`); and the progress in bytes. The run notes its position by assignments;
+any thread may convert it to words or numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from raycollect.engine.prepared import Prepared
 from raycollect.engine.progress import NOWHERE, ByteMap, BytesDone, agreed_nbytes, nbytes_of_bundle, nbytes_read
-from raycollect.engine.steps import Bundle, Direct, Kernels
+from raycollect.engine.steps import Kernels, PreparedBundle, SingleKernelBundle
 from raycollect.observe import Label, Recorder, Ring, run_steps
 from raycollect.observe.run_steps import RunStep, calls
 from raycollect.observe.trace import AGAIN, CHECK, CHECK_NAME, COLLECTIVE, KERNEL, NO_LABEL, PART, STAGING
@@ -23,35 +23,35 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 _PLACES = {
     "waiting": run_steps.FOR_AN_OPERAND,
-    "prepare": "looks at its operands",
+    "prepare": "prepares its operands",
     "check": run_steps.IN_CHECK,
 }
-"""Event -> where the run is from then on."""
+"""Event -> the position of the run from then on, in words."""
 
 
 @dataclass(eq=False)  # without slots, so that fields which most runs leave as they are take no time
 class Observer:
-    """The observer of one run. Any thread may call `bytes_done` and `words`; the others are for the run's own."""
+    """The observer of one run. Any thread may call `bytes_done` and `words`; only the run's thread calls the rest."""
 
     program: Program
     seq: int
-    label: str  # the name of a member's own call in timelines; empty: it is a plan
+    label: str  # the name of a member's own call in timelines; empty for a plan
     recorder: Recorder
-    ring: Ring | None  # of the timeline; None: none is recorded
-    slot: RunStep  # of the thread of the run
-    cached: Prepared | None = field(init=False, default=None)  # what an earlier run has prepared
-    prepared: Prepared | None = field(init=False, default=None)  # once all have agreed
-    bundle: Bundle | None = field(init=False, default=None)  # that is under way
-    step: Kernels | None = field(init=False, default=None)  # the latest that was begun
-    left: int = field(init=False, default=0)  # how many of its kernels have not ended
-    began_s: float = field(init=False, default=0.0)  # noted where a timeline is recorded
+    ring: Ring | None  # of the timeline, if one is recorded
+    slot: RunStep  # of the run's thread
+    cached: Prepared | None = field(init=False, default=None)  # the result of an earlier run
+    prepared: Prepared | None = field(init=False, default=None)  # set once all ranks have agreed
+    bundle: PreparedBundle | None = field(init=False, default=None)  # in progress
+    step: Kernels | None = field(init=False, default=None)  # the latest step
+    left: int = field(init=False, default=0)  # the number of its kernels that have not ended
+    began_s: float = field(init=False, default=0.0)  # set if a timeline is recorded
     check_s: float = field(init=False, default=0.0)  # when the agreement began; 0: not yet
     agreed_s: float = field(init=False, default=0.0)  # 0: not yet
     ended_s: float = field(init=False, default=0.0)
-    _byte_map: ByteMap | None = field(init=False, default=None)  # once somebody has asked how far it is
+    _byte_map: ByteMap | None = field(init=False, default=None)  # made by the first `bytes_done`
 
     def event(self, what: str, detail: str = "") -> None:
-        """Notes an event for error reports, and where the run is from now on."""
+        """Notes an event for error reports, and the new position of the run."""
         self.recorder.add(what, self.seq, detail)
         at = _PLACES.get(what)
         if at is not None:
@@ -76,42 +76,42 @@ class Observer:
             return NOWHERE
         if self._byte_map is None:
             self._byte_map = ByteMap(prepared.bundles)
-        step = self.step  # before how many are left: the other way round, a step would seem done as it begins
+        step = self.step  # read before `left`: in the other order, a step would seem done at its start
         return self._byte_map.at(step, self.left, self.slot.kernels.part)
 
     def words(self, first: int, is_named: bool) -> str:
-        """Says where the run is, for a person; `first` is the number of the program's first call."""
+        """Describes the position of the run to a person; `first` is the number of the program's first call."""
         prepared, bundle, program = self.prepared, self.bundle, self.program
         if prepared is None or bundle is None:
-            return "waits for readers of what it writes"
+            return "waits for readers of its outputs"
         bundles = prepared.bundles
         if len(program.tasks) == 1 and is_named and not program.tasks[0].request:
             return f"in its kernels ({bundle.share.op})"
         if len(bundles) == 1 and not is_named:
             return "in its kernels"
-        at = next(at for at, one in enumerate(bundles) if one is bundle)
-        planned = [one.tasks for one in program.bundles]
+        at = next(at for at, other in enumerate(bundles) if other is bundle)
+        planned = [planned_bundle.tasks for planned_bundle in program.bundles]
         is_planned = (
             len(planned) == len(bundles) and bundle.share is program.shares[program.tasks[planned[at][0]].share]
         )
-        tasks = planned[at] if is_planned else (at,)  # else one after the other
+        tasks = planned[at] if is_planned else (at,)  # not as planned: one task per bundle
         which = f"bundle {at + 1} of {len(bundles)}: " if len(bundles) > 1 else ""
-        return f"in {which}{bundle.share.op} of {calls([first + program.tasks[one].request for one in tasks])}"
+        return f"in {which}{bundle.share.op} of {calls([first + program.tasks[task].request for task in tasks])}"
 
     # ------------------------------------------------------------------------------------------ timeline
 
     def agreed(self, ring: Ring) -> None:
-        """Records the agreement; that of a repeated run of one kernel is recorded with its end."""
+        """Records the agreement, except for a repeated run of one kernel, whose end records both."""
         cached = self.cached
-        if cached is None or self.prepared is not cached or type(cached.bundles[0]) is not Direct:
+        if cached is None or self.prepared is not cached or type(cached.bundles[0]) is not SingleKernelBundle:
             ring.put(CHECK, CHECK_NAME, self.check_s, self.agreed_s, self.seq, self._number(ring))
 
     def note(self, failed: str) -> None:
-        """Notes the end of the run; `failed`: the name of its error, or empty."""
+        """Records the end of the run; `failed`: the name of its error, or empty."""
         ring, program, prepared, cached = self.ring, self.program, self.prepared, self.cached
-        assert ring is not None  # as the caller has seen
+        assert ring is not None  # checked by the caller
         until_s, agreed_s = ring.clock(), self.agreed_s
-        if cached is not None and type(cached.bundles[0]) is Direct and prepared in (None, cached):
+        if cached is not None and type(cached.bundles[0]) is SingleKernelBundle and prepared in (None, cached):
             # All in one entry, for loops whose runs take some 100 us.
             at, number = next(ring.numbers), self._number_of_bundle(ring, cached.bundles[0])
             until_s, thread = self.ended_s or until_s, ring.meet()
@@ -123,26 +123,26 @@ class Observer:
             ring.put(CHECK, CHECK_NAME, self.check_s, until_s, self.seq, self._number(ring), failed)
         if prepared is not None and agreed_s:
             ended_s, bundles = self.ended_s or until_s, prepared.bundles
-            if type(bundles[0]) is Direct:
+            if type(bundles[0]) is SingleKernelBundle:
                 number = self._number_of_bundle(ring, bundles[0])
                 ring.put(KERNEL, bundles[0].share.op, agreed_s, ended_s, self.seq, number, failed)
             elif len(program.tasks) > 1:
-                nbytes = sum(agreed_nbytes(one.share.op, verdict) for one in bundles for verdict in one.verdicts)
+                nbytes = sum(agreed_nbytes(other.share.op, verdict) for other in bundles for verdict in other.verdicts)
                 label = _label_of_batch(program, self.label)._replace(nbytes=nbytes, calls=1)
                 ring.add(COLLECTIVE, program.name, agreed_s, ended_s, self.seq, label, failed)
         ring.put(PART, program.name, self.began_s, until_s, self.seq, self._number(ring), failed)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """A wait for an operand, recorded if it lasts."""
+        """A context around a wait for an operand, recorded if it lasts."""
         ring = self.ring
         began_s = 0.0 if ring is None else ring.clock()
         yield
         if ring is not None:
             ring.waited("an operand", began_s, self.seq)
 
-    def collective(self, bundle: Bundle) -> AbstractContextManager[None]:
-        """A bundle, recorded unless it is the same as its one kernel."""
+    def collective(self, bundle: PreparedBundle) -> AbstractContextManager[None]:
+        """A context around a bundle, recorded unless it is a single kernel."""
         self.bundle, prepared, ring = bundle, self.prepared, self.ring
         if prepared is not None and len(prepared.bundles) > 1:
             self.event("bundle", f"{bundle.share.op} of {bundle.tasks}")
@@ -151,11 +151,11 @@ class Observer:
         return self._span(ring, COLLECTIVE, bundle.share.op, label_of_bundle(bundle, self.label))
 
     def staging(self, what: str) -> AbstractContextManager[None]:
-        """Copies before and behind kernels."""
+        """A context around copies before and after kernels."""
         return _NOTHING if self.ring is None else self._span(self.ring, STAGING, what)
 
     def kernels(self, step: Kernels) -> AbstractContextManager[None]:
-        """The kernels of a step."""
+        """A context around the kernels of a step."""
         ring, bundle = self.ring, self.bundle
         if ring is None or bundle is None:
             return _NOTHING
@@ -166,15 +166,15 @@ class Observer:
         return self._span(ring, KERNEL, label.op, label)
 
     def _number(self, ring: Ring) -> int:
-        # Of the label of the program.
+        # The number of the program's label.
         program, label = self.program, self.label
         return ring.label_of(lambda: _label_of_program(program, label), program, label)
 
-    def _number_of_bundle(self, ring: Ring, bundle: Bundle) -> int:
-        # Of the label of a bundle, of which later runs have the same share and verdicts.
+    def _number_of_bundle(self, ring: Ring, bundle: PreparedBundle) -> int:
+        # The number of a bundle's label; later runs have the same share and verdicts.
         label = self.label
-        known = (bundle.share, label, *bundle.verdicts)  # which tell all of it, and hold no tensor
-        return ring.label_of(lambda: label_of_bundle(bundle, label), *known)
+        identity = (bundle.share, label, *bundle.verdicts)  # determines the label, and refers to no tensor
+        return ring.label_of(lambda: label_of_bundle(bundle, label), *identity)
 
     def _span(self, ring: Ring, kind: str, name: str, label: Label = NO_LABEL) -> AbstractContextManager[None]:
         return _Span(ring, kind, name, self.seq, ring.label(label))
@@ -182,7 +182,7 @@ class Observer:
 
 @dataclass(slots=True, eq=False)
 class _Span:
-    # A class: as a generator it takes twice as long.
+    # A class, as a generator takes twice as long.
 
     _ring: Ring
     _kind: str
@@ -212,7 +212,7 @@ def _label_of_batch(program: Program, meeting: str) -> Label:
     return Label(program.name, group_id, agreement.rank, len(agreement.ranks), 0, 0, meeting)
 
 
-def label_of_bundle(bundle: Bundle, meeting: str = "") -> Label:
+def label_of_bundle(bundle: PreparedBundle, meeting: str = "") -> Label:
     """Returns the label of one bundle."""
     share = bundle.share
     return Label(

@@ -1,6 +1,7 @@
-"""The buffers of one task of a program: their memory, the checks of it, and what its kernels work on.
+"""The buffers of one task of a program: their memory, its checks, and the operands of kernels.
 
-All of this happens before any tensor is written. What is wrong is noted, not raised: the agreement tells all ranks.
+All of this happens before any tensor is written. Problems are noted, not raised: the agreement reports them to all
+ranks.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ class Bound:
     """A buffer with its memory."""
 
     container: Container
-    arrays: tuple[Any, ...]  # of its tensors, in order
-    pieces: tuple[tuple[Any, ...], ...] | None = None  # per rank, the memory of its piece; None: one value
+    arrays: tuple[Any, ...]  # of the container's tensors, in order
+    pieces: tuple[tuple[Any, ...], ...] | None = None  # the arrays of each rank's piece; None: one value
     loose: bool = False  # the pieces are cut from one tensor
 
     @cached_property
     def side(self) -> Side:
-        """Its description for the agreement."""
+        """The description for the agreement."""
         structure = self.container.structure
         if self.loose:
             structure = Structure("list", (), (TENSOR,) * len(self.leaves))
-        elif self.pieces is not None:  # a list or a tuple: that is the same here
+        elif self.pieces is not None:  # lists and tuples are equivalent here
             structure = Structure("list", (), structure.items)
         libraries = [arrays.library(tensor) for tensor in self.container.tensors]
         if self.loose:
@@ -48,20 +49,20 @@ class Bound:
 
     @property
     def leaves(self) -> tuple[Any, ...]:
-        """All arrays that kernels see: pieces cut from one tensor count, not that tensor."""
+        """All arrays that kernels get: pieces cut from a tensor instead of the tensor."""
         return self.arrays if self.pieces is None else tuple(array for piece in self.pieces for array in piece)
 
     @property
     def owners(self) -> list[object]:
-        """For each of `arrays`, the object that lives as long as its memory."""
+        """For each of `arrays`, the object that owns its memory."""
         return [arrays.owner(tensor) for tensor in self.container.tensors]
 
 
 class TaskBuffers:
-    """The buffers of one task on one rank, which does its `share`; `allocate` is as in `Instruments`.
+    """The buffers of one task on one rank, for its `share`; `allocate` is as in `Instruments`.
 
-    `given`: an imperative call gave the operands; else they are from the store, or an earlier task. `keys` are those of
-    the OPERAND buffers, in order, for messages; None for what has none.
+    `given`: the operands are arguments of an imperative call; otherwise they are from the store, or outputs of earlier
+    tasks. `keys` are the keys of the OPERAND buffers, in order, for messages; None for a buffer without a key.
     """
 
     _takes_dtensors = False
@@ -75,11 +76,11 @@ class TaskBuffers:
         keys: Sequence[Key | None] = (),
     ) -> None:
         self.share = share
-        self.buffers: list[Bound | None] = [None] * len(share.template.buffers)  # None where there is none (yet)
-        self.violations: list[Violation] = []  # so far
+        self.buffers: list[Bound | None] = [None] * len(share.template.buffers)  # None: missing, or not made yet
+        self.violations: list[Violation] = []
         self.written: list[Any] = []  # the arrays that the task writes
         self.ranges: list[Range] = []  # their addresses
-        self.owners: list[object] = []  # what keeps their memory
+        self.owners: list[object] = []  # the owners of their memory
         self.versioned: list[object] = []  # the written tensors whose library counts writes
         self._known_touched: tuple[set[int], set[int]] | None = None
         self._pairs: dict[int, list[tuple[Any, Any]]] = {}
@@ -90,11 +91,11 @@ class TaskBuffers:
         self._keys = keys
 
     def bind(self, index: int, container: Container | None) -> None:
-        """Puts a value into a buffer; None: there is none, which was noted."""
+        """Sets the value of a buffer; None: missing, which was noted."""
         self.buffers[index] = None if container is None else self._bound(index, container)
 
     def make(self, index: int) -> None:
-        """Makes an output or scratch whose shape this rank knows by itself."""
+        """Makes an output or scratch buffer whose shape depends on this rank alone."""
         buffer = self._template.buffers[index]
         like = self.buffers[buffer.source] if buffer.role is not Role.LEARNED else None
         if like is None:
@@ -107,7 +108,7 @@ class TaskBuffers:
             self._allocate(index, like.container.structure, infos)
 
     def learn(self, specs: Sequence[Spec]) -> None:
-        """Makes the outputs whose shapes follow from what the ranks brought to the first round."""
+        """Makes the outputs whose shapes follow from all ranks' arrivals of the first round."""
         share = self.share
         for index, buffer in enumerate(self._template.buffers):
             if buffer.role is not Role.LEARNED:
@@ -115,17 +116,17 @@ class TaskBuffers:
             root = share.ranks.index(share.root) if share.root in share.ranks else -1
             side = learn(specs, share.ranks.index(share.rank), root)
             self._allocate(index, side.structure, side.tensors)
-            made = self.buffers[index]
-            if made is not None:
-                self._check_written(index, made)
+            output = self.buffers[index]
+            if output is not None:
+                self._check_written(index, output)
 
-    def made(self) -> tuple[Container, ...]:
+    def outputs(self) -> tuple[Container, ...]:
         """Returns the outputs, in the order of the buffers."""
         buffers = zip(self.buffers, self._template.buffers, strict=True)
         return tuple(bound.container for bound, buffer in buffers if buffer.is_output and bound is not None)
 
     def _bound(self, index: int, container: Container) -> Bound | None:
-        # In pieces, where the operation takes it so.
+        # In pieces, if the operation takes pieces.
         if container.placements and not self._takes_dtensors:
             expected = "a plain tensor, such as x.to_local(); reshard_refs takes DTensors"
             self.violate("not_tensor", "operand", "a DTensor, which is spread over a mesh", expected, index)
@@ -145,14 +146,14 @@ class TaskBuffers:
                 return Bound(container, views, tuple(views[lo:hi] for lo, hi in pairwise(ends)))
         elif structure.kind == "tensor" and (cut := arrays.split(views[0], count)) is not None:
             return Bound(container, views, tuple((piece,) for piece in cut), loose=True)
-        kind, found, expected = piece_fault(structure, tuple(map(arrays.describe, container.tensors)), count)
+        kind, actual, expected = piece_fault(structure, tuple(map(arrays.describe, container.tensors)), count)
         if structure.kind == "tensor" and views[0].shape and views[0].shape[0] % count == 0:
-            found += ", not contiguous"
-        self.violate(kind, "output" if index == self._template.dst else "input", found, expected, index)
+            actual += ", not contiguous"
+        self.violate(kind, "output" if index == self._template.dst else "input", actual, expected, index)
         return None
 
     def _is_in_pieces(self, index: int) -> bool:
-        # Of the operation, or a scratch like it.
+        # An operand in pieces, or a scratch buffer like it.
         if self._kind not in PIECES:
             return False
         template = self._template
@@ -172,7 +173,7 @@ class TaskBuffers:
             self.violate("allocation", "output", too_large(exc), f"{wanted} bytes", index)
 
     def check(self, store: Store, fresh: Extents | None = None) -> None:
-        """Checks what the task reads and writes; `fresh` are addresses that earlier tasks write whole."""
+        """Checks the buffers that the task reads and writes; `fresh` are addresses that earlier tasks write whole."""
         read, written = self._touched()
         for index, bound in enumerate(self.buffers):
             if bound is None:
@@ -188,12 +189,12 @@ class TaskBuffers:
 
     @property
     def uses(self) -> list[tuple[int, Bound, bool]]:
-        """(index, buffer, whether it is written) of the buffers that are there."""
+        """(index, buffer, whether it is written) of the existing buffers."""
         _, written = self._touched()
         return [(index, bound, index in written) for index, bound in enumerate(self.buffers) if bound is not None]
 
     def _touched(self) -> tuple[set[int], set[int]]:
-        """The buffers that are read, unless an earlier step has written them whole; and those that are written."""
+        """The buffers that are read before a step writes them whole, and the buffers that are written."""
         if self._known_touched is not None:
             return self._known_touched
         steps = self._template.steps
@@ -213,7 +214,7 @@ class TaskBuffers:
         return read, written
 
     def dense(self) -> list[Range]:
-        """The addresses that the plan writes whole: not those of a view with gaps."""
+        """The addresses that the plan writes whole, without views that have gaps."""
         spans = zip(self.written, self.ranges, strict=True)
         return [span for array, span in spans if span[1] - span[0] == array.nbytes]
 
@@ -224,27 +225,27 @@ class TaskBuffers:
         self.ranges += ranges_of(bound.arrays)
         for array in bound.arrays:
             if not arrays.is_writeable(array):
-                found = "read-only"
+                actual = "read-only"
                 if arrays.is_lent_by_ray(array):
-                    found += " (Ray's arguments are read-only views of shared objects)"
-                self.violate("read_only", "operand", found, "a writable array, such as np.array(x)", index)
+                    actual += " (Ray's arguments are read-only views of shared objects)"
+                self.violate("read_only", "operand", actual, "a writable array, such as np.array(x)", index)
             if arrays.overlaps_itself(array):
                 self.violate(
                     "alias", "operand", "overlapping itself (broadcast strides)", "one element per address", index
                 )
 
     def _check_aliases(self, written: set[int]) -> None:
-        # Written memory must not overlap anything else of this plan (P6), except where the operation works in place.
-        found = [
+        # Written memory must not overlap any other operand of the plan (P6), except for in-place operations.
+        leaves = [
             (*arrays.byte_range(array), index, at, array)
             for index, bound in enumerate(self.buffers)
             if bound
             for at, array in enumerate(bound.leaves)
         ]
-        found.sort(key=lambda one: one[:2])
+        leaves.sort(key=lambda leaf: leaf[:2])
         in_place = 0
-        for i, (_, stop, index, at, array) in enumerate(found):
-            for start, _, other_index, other_at, other in found[i + 1 :]:
+        for i, (_, stop, index, at, array) in enumerate(leaves):
+            for start, _, other_index, other_at, other in leaves[i + 1 :]:
                 if start >= stop:
                     break
                 if not (index in written or other_index in written) or not arrays.overlap(array, other):
@@ -269,7 +270,7 @@ class TaskBuffers:
             self.violate("alias", "operand", "in place for some ranks only", "all pieces in place, or none", 1)
 
     def _is_in_place(self, leaves: dict[int, int]) -> bool:
-        """Whether two leaves, by buffer, may be the same memory."""
+        """Whether two leaves, by buffer, may share memory."""
         template = self._template
         src, dst = leaves.get(template.src), leaves.get(template.dst)
         if src is None or dst is None:
@@ -288,17 +289,17 @@ class TaskBuffers:
             if reason:
                 self.violate("unsupported", "reduce op", reason, "", index)
 
-    def violate(self, kind: str, name: str, found: str, expected: str, index: int) -> None:
-        """Notes what is wrong with a buffer."""
+    def violate(self, kind: str, name: str, actual: str, expected: str, index: int) -> None:
+        """Notes a violation of a buffer."""
         operands = [at for at, buffer in enumerate(self._template.buffers) if buffer.role is Role.OPERAND]
         key = dict(zip(operands, self._keys, strict=False)).get(index)
         ref, rank = "" if key is None else key.hex(), self.share.rank
-        self.violations.append(Violation(kind=kind, rank=rank, field=name, found=found, expected=expected, ref=ref))
+        self.violations.append(Violation(kind=kind, rank=rank, field=name, found=actual, expected=expected, ref=ref))
 
     def spec(self) -> Spec:
         """Describes the task for the agreement."""
         share, template = self.share, self._template
-        gives, takes = (self._told(index) if index >= 0 else None for index in (template.src, template.dst))
+        gives, takes = (self._described(index) if index >= 0 else None for index in (template.src, template.dst))
         return Spec(
             op=share.op,
             caller="call" if self._given else "plan",
@@ -308,24 +309,24 @@ class TaskBuffers:
             takes=takes.side if takes else None,
         )
 
-    def _told(self, index: int) -> Bound | None:
+    def _described(self, index: int) -> Bound | None:
         return self.buffers[index]
 
     def pairs(self, step: Step) -> list[tuple[Any, Any]]:
-        """Returns (src, dst) of each kernel of a step, when all is made; empty where the agreement will refuse it."""
-        known = self._pairs.get(id(step))
-        if known is not None:
-            return known
+        """Returns (src, dst) of each kernel of a step, when all buffers exist; empty if the task will be refused."""
+        cached = self._pairs.get(id(step))
+        if cached is not None:
+            return cached
         gives, takes = PIECES.get(step.kind, _WHOLE) if isinstance(step.kind, OpKind) else _WHOLE
         reads = self._filled(step.src, step.src_piece, gives)
         writes = self._filled(step.dst, step.dst_piece, takes)
         if reads and writes and len(reads) != len(writes):
-            found = []
+            pairs = []
         else:
             nothing = (None,) * max(len(reads), len(writes), step.kind is not Local.COPY)
-            found = list(zip(reads or nothing, writes or nothing, strict=True))
-        self._pairs[id(step)] = found
-        return found
+            pairs = list(zip(reads or nothing, writes or nothing, strict=True))
+        self._pairs[id(step)] = pairs
+        return pairs
 
     def _filled(self, index: int, piece: int, in_pieces: bool) -> Sequence[Any]:
         if piece >= 0:

@@ -1,7 +1,7 @@
 """One round of a reshard: boxes packed into messages, one all-to-all of bytes, and boxes unpacked or added up.
 
-Where the backend's ranks can read each other's memory (`protocols.Reaching`), no message is sent, and nothing is packed
-that can be read where it is.
+If the backend's ranks can read each other's memory (`protocols.Reaching`), no message is sent, and boxes that can be
+read in place are not packed.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from raycollect.planner.layout import Axes, unfolded
 from raycollect.planner.reshard.halves import Half, LocalBoxes, aligned
 
 Find = Callable[[int, bool], Array]
-"""(place of a name, whether of the targets) -> the local tensor."""
+"""(index of a name, whether of the targets) -> the local tensor."""
 
 
 def unfold(array: Array, axes: Axes) -> Array:
-    """The local tensor with the dimensions of the global one: a view, or a copy where its memory has no such view."""
+    """The local tensor with the dimensions of the global one: a view if possible, otherwise a copy."""
     if not axes:
         return array
     return array.transpose([d for group in axes for d, _ in group]).reshape(unfolded(axes, array.shape))
 
 
 class PackedBoxes:
-    """A kernel that is to be launched between `load` and `unload`, as `FusedKernel`."""
+    """A kernel that has to be launched between `load` and `unload`, as `FusedKernel`."""
 
     __slots__ = ("_copy", "_loads", "_unloads", "kernel", "round")
 
     def __init__(self, half: Half, number: int, ranks: Sequence[int], memory: Array, find: Find) -> None:
         there, here = half.messages(number)
-        one = half.rounds[number]
+        transfers = half.rounds[number]
         gives: dict[int, list[LocalBoxes]] = {}
-        for taker, given in zip(one.takers, one.gives, strict=True):
+        for taker, given in zip(transfers.takers, transfers.gives, strict=True):
             gives.setdefault(taker, []).append(given)
-        # Messages that are equal, as those to replicas are, are packed once.
+        # Equal messages, as to replicas, are packed once.
         firsts: dict[tuple[LocalBoxes, ...], int] = {}
         same = {peer: firsts.setdefault(tuple(some), peer) for peer, some in gives.items()}
         packed, end = _rows(memory, {peer: there[peer] for peer in firsts.values()}, 0)
         taken, _ = _rows(memory, {rank: here.get(rank, 0) for rank in ranks}, end)
         src = tuple(packed[same[rank]] if rank in same else memory[:0] for rank in ranks)
-        self.kernel: Kernel = Kernel(kind=OpKind.ALLTOALL, src=src, dst=tuple(taken.values()), most=one.most)
+        self.kernel: Kernel = Kernel(kind=OpKind.ALLTOALL, src=src, dst=tuple(taken.values()), most=transfers.most)
         dtypes = tuple(map(np.dtype, half.dtypes))
         self._copy: Callable[[Array, Array], None] = convert if _converts(half) else np.copyto
         outgoing, incoming = _Cursors(packed), _Cursors(taken)
@@ -59,11 +59,13 @@ class PackedBoxes:
             peer: [
                 GivenBox(outgoing.next(peer, box.shape, dtypes[name]), box)
                 for give in gives[peer]
-                for name, box in _boxes(give, find, is_dst=one.passes_on).items()
+                for name, box in _boxes(give, find, is_dst=transfers.passes_on).items()
             ]
             for peer in firsts.values()
         }
-        takes = [_taken(peers, boxes, find, dtypes) for peers, boxes in zip(one.givers, one.takes, strict=True)]
+        takes = [
+            _taken(peers, boxes, find, dtypes) for peers, boxes in zip(transfers.givers, transfers.takes, strict=True)
+        ]
         self._unloads: list[tuple[Array, list[Array]]] = []
         for taken_boxes, travelling, peers in takes:
             parts = [
@@ -74,17 +76,17 @@ class PackedBoxes:
         self.round: BoxRound = BoxRound(
             gives={peer: self._loads[first] for peer, first in same.items()},
             takes=takes,
-            passes_on=one.passes_on,
+            passes_on=transfers.passes_on,
         )
 
     def load(self) -> None:
-        """Packs what this rank gives."""
+        """Packs the boxes that this rank sends."""
         for some in self._loads.values():
             for part, box in some:
                 self._copy(part, box)
 
     def unload(self) -> None:
-        """Unpacks what it has got; sums are folded in the order of their addends, so that all runs give one result."""
+        """Unpacks the received boxes; sums are folded in the order of their addends, for reproducible results."""
         for box, parts in self._unloads:
             if len(parts) > 1:
                 total = parts[0].reshape(-1)
@@ -92,13 +94,15 @@ class PackedBoxes:
             self._copy(box, parts[0])
 
 
-def _boxes(one: LocalBoxes, find: Find, *, is_dst: bool) -> dict[int, Array]:
+def _boxes(local: LocalBoxes, find: Find, *, is_dst: bool) -> dict[int, Array]:
     """The boxes of a transfer in the local tensors, by name."""
-    return {name: box_of(find(name, is_dst), one.at, one.size) for name in range(one.first, one.first + one.names)}
+    return {
+        name: box_of(find(name, is_dst), local.at, local.size) for name in range(local.first, local.first + local.names)
+    }
 
 
-def _taken(peers: tuple[int, ...], one: LocalBoxes, find: Find, dtypes: Sequence[np.dtype[Any]]) -> TakenBoxes:
-    boxes = _boxes(one, find, is_dst=True)
+def _taken(peers: tuple[int, ...], local: LocalBoxes, find: Find, dtypes: Sequence[np.dtype[Any]]) -> TakenBoxes:
+    boxes = _boxes(local, find, is_dst=True)
     return TakenBoxes(tuple(boxes.values()), tuple(dtypes[name] for name in boxes), peers)
 
 
@@ -129,5 +133,5 @@ class _Cursors:
     def next(self, peer: int, shape: Point, dtype: np.dtype[Any]) -> Array:
         begin = self._ends[peer]
         self._ends[peer] = begin + prod(shape) * dtype.itemsize
-        found: Array = self._rows[peer][begin : self._ends[peer]].view(dtype).reshape(shape)
-        return found
+        part: Array = self._rows[peer][begin : self._ends[peer]].view(dtype).reshape(shape)
+        return part

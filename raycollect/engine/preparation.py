@@ -1,6 +1,6 @@
-"""What a run finds out where no earlier run has: its operands, their checks, what they bring to the agreement.
+"""The preparation of a run without a cached earlier run: its operands, their checks, the arrival for the agreement.
 
-Everything that can fail on one participant alone happens here, before the agreement, and is brought there as a
+Everything that can fail on one participant alone happens here, before the agreement, and is reported there as a
 violation (P3).
 """
 
@@ -36,7 +36,7 @@ from raycollect.engine.progress import nbytes_of_bundle
 from raycollect.engine.reshard_operands import ReshardBuffers
 from raycollect.engine.run_cache import single
 from raycollect.engine.schedule import Scheduler
-from raycollect.engine.steps import Bundle
+from raycollect.engine.steps import PreparedBundle
 from raycollect.errors import KernelError, RaycollectError, Violation
 from raycollect.errors.text import too_large
 from raycollect.planner import Domain, Program, Role
@@ -51,9 +51,9 @@ class Preparation:
 
     Args:
         program: The program.
-        operands: What each of its keys stands for, in order.
-        keys: The keys, for messages; empty where a member's call gave the operands.
-        home_of: Returns where a group works, see `device_staging.home_of`.
+        operands: The operand of each of its keys, in order.
+        keys: The keys, for messages; empty for the operands of a member's call.
+        home_of: Returns the device of a group, see `device_staging.home_of`.
     """
 
     def __init__(
@@ -67,53 +67,53 @@ class Preparation:
         is_call: bool,
     ) -> None:
         self.program = program
-        self.arrival: bytes = b""  # what was brought to the latest round
-        self.first: Kernel | None = None  # that the backend may prepare before the agreement
-        self.buffer: FusionBuffer | None = None  # that was taken
-        self.staging_buffers: StagingBuffers | None = None  # None: no stand-ins are needed
-        self.tasks: list[TaskBuffers] = []  # of each task
+        self.arrival: bytes = b""  # of the latest round
+        self.first: Kernel | None = None  # the kernel that the backend may prepare before the agreement
+        self.buffer: FusionBuffer | None = None  # the taken fusion buffer
+        self.staging_buffers: StagingBuffers | None = None  # None: not needed
+        self.tasks: list[TaskBuffers] = []  # the buffers of each task
         self._operands = operands
         self._instruments = instruments
         self._home_of = home_of
         self._is_batch = is_batch(program)
-        self._whole: dict[int, list[Range]] = {}  # what each task writes whole; only where anything is dirty
+        self._whole: dict[int, list[Range]] = {}  # task -> addresses that it writes whole; only if any are dirty
         for task in program.tasks:
             refs = () if is_call else tuple(keys[n] if n >= 0 else None for n in task.inputs)
             share = program.shares[task.share]
             of_task = ReshardBuffers if share.template.boxes else TaskBuffers
             self.tasks.append(of_task(share, instruments.allocate, given=is_call, keys=refs))
-        # Before the agreement: later changes must be noticed
+        # Before the agreement, so that later changes are detected
         self.places: tuple[Any, ...] = self._places(is_call=is_call)
         self._bind(0)
 
     def complete(self) -> None:
-        """Before the last round: makes what kernels need besides operands and outputs, unless the run is refused."""
+        """Makes the staging and fusion buffers, before the last round, unless the run is refused."""
         if self.has_violations:
             return
-        self._make_stand_ins()
+        self._make_staging_buffers()
         self._take_buffer()
         self.first = None if self.has_violations else self._first()
 
     def refuse(self, violations: Sequence[Violation]) -> None:
-        """Notes for the agreement what is wrong besides the operands."""
+        """Adds violations that are not of operands, for the agreement."""
         rank = self.program.shares[self.program.tasks[0].share].rank
         self.first = None
         self.tasks[0].violations += [dataclasses.replace(v, rank=rank) if v.rank < 0 else v for v in violations]
 
     def go_on(self, round_index: int, verdicts: Mapping[int, Verdict]) -> None:
-        """After one round of the agreement: makes the outputs that follow from it, and prepares the next one."""
+        """Makes the outputs that follow from a round of the agreement, and prepares the next round."""
         for task, operands in zip(self.program.tasks, self.tasks, strict=True):
             if task.round == round_index and operands.share.template.is_learned:
                 _learn(operands, verdicts[task.request].specs)
         self._bind(round_index + 1)
 
     def prepared(self, agreement: Agreement, blobs: Sequence[bytes]) -> Prepared:
-        """Makes the steps of the run from what all have agreed on; `blobs` are those of the last round."""
+        """Makes the steps of the run from the agreement; `blobs` are the arrivals of the last round."""
         scheduler = Scheduler(self.program, self.tasks, self.buffer, self.first, self.staging_buffers)
         bundles = scheduler.bundles(agreement.verdicts, alone=agreement.conflict)
         return Prepared(
             program=self.program,
-            places=() if self.staging_buffers is not None else self.places,  # stand-ins are too large to keep
+            places=() if self.staging_buffers is not None else self.places,  # staging buffers are too large to keep
             ranges=self.ranges,
             arrival=self.arrival,
             first=self.first,
@@ -124,44 +124,44 @@ class Preparation:
             buffer=self.buffer,
         )
 
-    def _count(self, bundle: Bundle) -> Count:
+    def _count(self, bundle: PreparedBundle) -> Count:
         share, calls = bundle.share, bundle.tasks
         tally = self._instruments.counters.of(share.group_id, share.op)
         return tally, calls, nbytes_of_bundle(bundle), calls / len(self.program.tasks)
 
     def check_unchanged(self, cached: Prepared) -> None:
-        """After the agreement, to which this rank brought what an earlier run had found out: is it still so?
+        """Checks, after an agreement on a cached arrival, that the operands are unchanged.
 
         Raises:
-            KernelError: The operands no longer are what the others have agreed to.
+            KernelError: An operand has changed.
         """
         wrong = [str(violation) for operands in self.tasks for violation in operands.violations]
         if wrong or self.places != cached.places:
-            found = "; ".join(wrong) or "other memory, or another layout of it"
-            raise KernelError(detail=f"an operand changed while the plan was in the consistency check: {found}")
+            reason = "; ".join(wrong) or "other memory, or another layout of it"
+            raise KernelError(detail=f"an operand changed while the plan was in the consistency check: {reason}")
         self.first, self.buffer, self.arrival = cached.first, cached.buffer, cached.arrival
 
     def _places(self, *, is_call: bool) -> tuple[Any, ...]:
-        operands = [one for one in self._operands if isinstance(one, Container)]
+        operands = [operand for operand in self._operands if isinstance(operand, Container)]
         if len(operands) < len(self._operands) or not self._is_repeatable or (is_call and single(operands) is None):
             return ()
         try:
             return places_of(operands)
-        except TypeError:  # a tensor has no memory any more, which the agreement hears of
+        except TypeError:  # a tensor has no memory any more, which becomes a violation
             return ()
 
     @property
     def has_violations(self) -> bool:
-        """Whether anything is wrong so far."""
+        """Whether any task has a violation."""
         return any(operands.violations for operands in self.tasks)
 
-    def made(self) -> tuple[Container, ...]:
+    def outputs(self) -> tuple[Container, ...]:
         """Returns the outputs, in the order of the tasks."""
-        return tuple([one for operands in self.tasks for one in operands.made()])
+        return tuple([container for operands in self.tasks for container in operands.outputs()])
 
     def _bind(self, round_index: int) -> None:
-        # Binds, makes and checks the buffers of the tasks of a round of the agreement.
-        found, store = self._operands, self._instruments.store
+        # Binds, makes and checks the buffers of the tasks of one round of the agreement.
+        containers, store = self._operands, self._instruments.store
         dirt = self._is_batch and store.is_dirty(_EVERYWHERE)
         for at, (task, operands) in enumerate(zip(self.program.tasks, self.tasks, strict=True)):
             if task.round != round_index:
@@ -172,11 +172,11 @@ class Preparation:
                     operands.make(index)
                     continue
                 n = next(inputs)
-                one = found[n] if n >= 0 else next(iter(self.tasks[-1 - n].made()), None)
-                if isinstance(one, MissingOperand):
-                    operands.violate(one.kind, "operand", one.found, one.expected, index)
-                    one = None
-                operands.bind(index, one)
+                operand = containers[n] if n >= 0 else next(iter(self.tasks[-1 - n].outputs()), None)
+                if isinstance(operand, MissingOperand):
+                    operands.violate(operand.kind, "operand", operand.actual, operand.expected, index)
+                    operand = None
+                operands.bind(index, operand)
             operands.check(store, self._written_before(at) if dirt else None)
             if 0 < self.program.staging < _LARGEST_ELEMENT:
                 _check_staging(operands, self.program.staging)
@@ -184,32 +184,32 @@ class Preparation:
                 self._whole[at] = operands.dense()
 
     def _written_before(self, at: int) -> Extents:
-        # By the order of the calls, which is not that of the rounds.
+        # In the order of calls, not of rounds.
         return Extents(*(span for other, spans in self._whole.items() if other < at for span in spans))
 
     def bring(self, round_index: int) -> bytes:
-        """Returns what this participant brings to a round."""
+        """Returns the arrival of this participant for a round."""
         brought = {
             task.request: _arrival(operands)
             for task, operands in zip(self.program.tasks, self.tasks, strict=True)
             if task.round == round_index
             or (task.round == round_index - 1 and operands.share.template.is_learned)
-            or operands.violations  # found between the rounds
+            or operands.violations  # noted between the rounds
         }
         self.arrival = encode_arrivals(brought, conflict=self._conflict())
         return self.arrival
 
     def _conflict(self) -> bool:
-        """Whether keys that the plan took for different memory are not, and tasks of them could be reordered."""
+        """Whether keys that the plan assumes to be separate overlap in memory, and their tasks could be reordered."""
         if len(self.tasks) < 2:
             return False
-        users: dict[int, list[tuple[int, bool]]] = {}  # key -> who uses it, and whether it is written there
+        users: dict[int, list[tuple[int, bool]]] = {}  # key -> (task, whether the task writes it)
         spans = []
         for number, (task, operands) in enumerate(zip(self.program.tasks, self.tasks, strict=True)):
             inputs = iter(task.inputs)
             for index, bound, written in operands.uses:
                 if operands.share.template.buffers[index].role is not Role.OPERAND:
-                    continue  # made for this plan alone
+                    continue  # only this plan uses it
                 key = next(inputs)
                 if key not in users:
                     spans += [(*arrays.byte_range(array), key, array) for array in bound.arrays]
@@ -225,10 +225,10 @@ class Preparation:
         return False
 
     def _may_swap(self, some: Sequence[tuple[int, bool]], others: Sequence[tuple[int, bool]]) -> bool:
-        # One of the two writes, and the plan does not order them.
+        # Whether one of the two tasks writes, and the plan does not order them.
         return any(
-            one != other and (writes or also_writes) and not self._are_ordered(*sorted((one, other)))
-            for one, writes in some
+            task != other and (writes or also_writes) and not self._are_ordered(*sorted((task, other)))
+            for task, writes in some
             for other, also_writes in others
         )
 
@@ -245,17 +245,17 @@ class Preparation:
         written = {index for index, _, is_written in operands.uses if is_written}
         return [n for n, index in zip(self.program.tasks[at].inputs, indices, strict=True) if index in written]
 
-    def _make_stand_ins(self) -> None:
+    def _make_staging_buffers(self) -> None:
         try:
-            self._lift()
+            self._make_buffers()
         except RaycollectError:
             raise
         except Exception as exc:  # noqa: BLE001 - of the library that makes memory on a device
-            self.refuse([_no_memory(exc, "room for tensors that lie elsewhere than the backend works")])
+            self.refuse([_no_memory(exc, "memory for staging buffers")])
 
     def _take_buffer(self) -> None:
-        # Which tensors are packed follows from all ranks' sizes; what this rank stages of them, from its own sizes,
-        # which are known before the last round. The others' sizes only bound it.
+        # The choice of packed tensors follows from all ranks' sizes; this rank's staging of them follows from its own
+        # sizes, which are known before the last round, and bounded by the other ranks' sizes.
         nbytes, instruments = self._room(), self._instruments
         if not nbytes:
             return
@@ -264,8 +264,8 @@ class Preparation:
         except MemoryError as exc:
             self.refuse([_no_memory(exc, f"{nbytes} bytes")])
 
-    def _lift(self) -> None:
-        # Makes stand-ins for tensors that lie elsewhere than the backends work; raises MemoryError.
+    def _make_buffers(self) -> None:
+        # Makes staging buffers for tensors on other devices than the backends'; raises MemoryError.
         if not any(map(_may_be_elsewhere, self.tasks)):
             return
         domains = {share.domain for share in self.program.shares if share.domain.memory}
@@ -283,7 +283,7 @@ class Preparation:
         self.staging_buffers = staging_buffers if len(staging_buffers) else None
 
     def _first(self) -> Kernel | None:
-        # The kernel that runs first whatever the others bring; None: not known.
+        # The kernel that runs first for any arrivals of the other ranks; None: unknown.
         program = self.program
         if self._is_batch or program.rounds > 1 or len(program.bundles[0].base) > 1 or program.bundles[0].base[0]:
             return None
@@ -303,9 +303,9 @@ class Preparation:
         return Kernel(kind=step.kind, src=src, dst=dst, op=step.op, peer=step.peer)
 
     def _room(self) -> int:
-        # The bytes of fusion buffer that the tasks may need here at a time, by their own sizes; 0: none is packed.
-        # Boxes of a reshard always travel packed; their rounds have a bound of their own.
-        boxes = max((one.staging_nbytes for one in self.tasks if isinstance(one, ReshardBuffers)), default=0)
+        # The maximum bytes of fusion buffer for the tasks at a time, by this rank's sizes; 0: nothing is packed.
+        # Boxes of a reshard are always packed; their rounds have a separate bound.
+        boxes = max((task.staging_nbytes for task in self.tasks if isinstance(task, ReshardBuffers)), default=0)
         if not self.program.staging or (
             not self._is_batch and all(bound is None or len(bound.leaves) == 1 for bound in self.tasks[0].buffers)
         ):
@@ -325,20 +325,20 @@ class Preparation:
 
     @property
     def ranges(self) -> list[Range]:
-        """The addresses of all that the tasks use."""
+        """The addresses of all buffers of the tasks."""
         bounds = [bound for operands in self.tasks for _, bound, _ in operands.uses]
         return [arrays.byte_range(array) for bound in bounds for array in bound.arrays]
 
     @property
     def _is_repeatable(self) -> bool:
-        # Whether nothing is made, so that a run on the same operands does the same again.
+        # Whether the run makes no buffers, so that a run on the same operands repeats it.
         shares = self.program.shares
         return self.program.rounds == 1 and all(
             buffer.role is Role.OPERAND for share in shares for buffer in share.template.buffers
         )
 
 
-_LARGEST_ELEMENT = 16  # the bytes of the widest element that there is: a complex128
+_LARGEST_ELEMENT = 16  # the bytes of the widest element, a complex128
 
 
 def _check_staging(operands: TaskBuffers, staging: int) -> None:
@@ -350,7 +350,7 @@ def _check_staging(operands: TaskBuffers, staging: int) -> None:
 
 
 def _fit(operands: TaskBuffers, src: Any, dst: Any) -> bool:
-    """Whether this rank's own arrays fit each other: the agreement refuses what does not, and no backend may see it."""
+    """Whether this rank's own arrays fit each other: the agreement refuses others, which no backend may get."""
     if src is dst or ((src is None or dst is None) and type(src) is not tuple and type(dst) is not tuple):
         return True
     me = operands.share.ranks.index(operands.share.rank)
@@ -389,22 +389,22 @@ def _may_be_elsewhere(operands: TaskBuffers) -> bool:
 
 
 def _learn(operands: TaskBuffers, specs: Sequence[Spec]) -> None:
-    # On the devices of what this rank gives, if it gives anything.
+    # Learned outputs are on the devices of this rank's inputs, if it has any.
     mine = operands.spec().gives
     try:
         operands.learn([_brought_to(spec, mine) for spec in specs] if mine is not None else specs)
     except RaycollectError:
         raise
-    except Exception as exc:  # noqa: BLE001 - a device that is not here: of the library that makes the tensor
-        index = next(at for at, one in enumerate(operands.share.template.buffers) if one.role is Role.LEARNED)
-        expected = "the giver's kind of device here too, or an output that is there already"
+    except Exception as exc:  # noqa: BLE001 - from the library that makes the tensor, as for a missing device
+        index = next(at for at, buffer in enumerate(operands.share.template.buffers) if buffer.role is Role.LEARNED)
+        expected = "the sender's kind of device on this rank, or an existing output"
         operands.violate("allocation", "output", too_large(exc), expected, index)
 
 
 def _brought_to(spec: Spec, mine: Side) -> Spec:
-    # As if each tensor lay on the device of this rank's tensor of the same place.
+    # The spec with each tensor on the device of this rank's tensor at the same position.
     gives = spec.gives
-    if gives is None or len({one.device for side in (gives, mine) for one in side.tensors}) < 2:
+    if gives is None or len({info.device for side in (gives, mine) for info in side.tensors}) < 2:
         return spec
     pieces = len(mine.structure.items) if PIECES.get(OpKind(spec.op), (False, False))[0] else 1
     row = mine.tensors[: len(mine.tensors) // pieces]

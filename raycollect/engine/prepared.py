@@ -1,4 +1,4 @@
-"""What a run of a program has found out, as a value: all that a second run on the same operands needs."""
+"""The result of a run's preparation, as a value: everything that a second run on the same operands needs."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from typing import Any
 from raycollect.backends import arrays
 from raycollect.core.model import Kernel
 from raycollect.engine.fusion_buffer import FusionBuffer
-from raycollect.engine.steps import Bundle
+from raycollect.engine.steps import PreparedBundle
 from raycollect.observe import Tally
 from raycollect.planner import Program
 from raycollect.pos import Container, Range, Store
 
 Count = tuple[Tally, int, int, float]
-"""How a bundle is counted: where, its calls, their bytes, and its part of the time in the agreement."""
+"""The counts of a bundle: its tally, its calls, their bytes, and its fraction of the time in the agreement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prepared:
-    """The steps of a run, and what it brings to the agreement; valid as long as its operands are unchanged.
+    """The steps of a run, and its arrival; valid as long as its operands are unchanged.
 
-    It keeps their memory but none of the containers, so that these can go.
+    It refers to their memory but not to the containers, so that containers can be freed.
     """
 
     program: Program
-    places: tuple[Any, ...]  # `arrays.place_of` each tensor; empty: a second run has to prepare itself
+    places: tuple[Any, ...]  # `arrays.place_of` each tensor; empty: a second run needs its own preparation
     ranges: Sequence[Range]  # addresses of all tensors
-    arrival: bytes  # that this participant brings
-    first: Kernel | None  # that the backend may prepare before the agreement
-    blobs: tuple[bytes, ...]  # that all have brought
-    bundles: tuple[Bundle, ...]
+    arrival: bytes  # of this participant
+    first: Kernel | None  # the kernel that the backend may prepare before the agreement
+    blobs: tuple[bytes, ...]  # the arrivals of all participants
+    bundles: tuple[PreparedBundle, ...]
     counts: tuple[Count, ...]  # for each bundle
     writes: Sequence[Range]  # addresses that the bundles write
-    buffer: FusionBuffer | None = None  # in which small tensors travel
+    buffer: FusionBuffer | None = None  # for small tensors
 
     def holds(self, containers: Sequence[Container], store: Store) -> bool:
-        """Whether the operands, which are in these containers, are unchanged and not half-written."""
+        """Whether the operands in these containers are unchanged and not half-written."""
         places = iter(self.places)
         try:
-            for one in containers:
-                for tensor in one.tensors:
+            for container in containers:
+                for tensor in container.tensors:
                     if arrays.place_of(tensor) != next(places, None):
                         return False
         except TypeError:  # a tensor has no memory any more
@@ -50,5 +50,5 @@ class Prepared:
 
 
 def places_of(containers: Sequence[Container]) -> tuple[Any, ...]:
-    """Where and how all tensors lie; raises TypeError where one has no memory any more."""
-    return tuple([arrays.place_of(tensor) for one in containers for tensor in one.tensors])
+    """The addresses and layouts of all tensors; raises TypeError if a tensor has no memory any more."""
+    return tuple([arrays.place_of(tensor) for container in containers for tensor in container.tensors])

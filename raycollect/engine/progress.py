@@ -1,4 +1,4 @@
-"""The progress of a program in bytes: computed by whoever asks, from what the run notes anyway."""
+"""The progress of a program in bytes, computed on request from the notes of the run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from raycollect.backends import arrays
 from raycollect.core.kernel_progress import LENT
 from raycollect.core.model import Kernel, OpKind
 from raycollect.engine.agreement import Verdict
-from raycollect.engine.steps import Boxes, Bundle, Kernels
+from raycollect.engine.steps import Kernels, PreparedBundle, ReshardKernels
 
-# The operations whose bytes are those that all ranks give together; of others what one rank holds in full.
+# Operations that count the input bytes of all ranks; others count the bytes of the largest input.
 _SUMMED = frozenset({OpKind.ALLGATHER.value, OpKind.GATHER.value})
 
 
@@ -20,22 +20,22 @@ class BytesDone(NamedTuple):
     """The progress of a participant in a plan."""
 
     done: int = 0
-    total: int = 0  # 0: not known before all have agreed
-    lent: int = 0  # not done, and others work on them, so only they know the progress
+    total: int = 0  # 0: unknown, before all ranks have agreed
+    lent: int = 0  # not done; other ranks work on these bytes, so only they know the progress
 
 
 NOWHERE = BytesDone()  # before the agreement
 
 
 class ByteMap:
-    """The bytes of a run, kernel by kernel.
+    """The bytes of a run, by kernel.
 
-    Each bundle counts with the bytes of its collectives, as in timelines; its kernels share these by what they read.
+    Each bundle has the bytes of its collectives, as in timelines; these are divided among its kernels by bytes read.
     """
 
-    def __init__(self, bundles: Sequence[Bundle]) -> None:
+    def __init__(self, bundles: Sequence[PreparedBundle]) -> None:
         self._before: dict[int, float] = {}  # the id of a step -> the bytes before it
-        self._scale: dict[int, float] = {}  # the same -> the bytes of the bundle for each that a kernel reads
+        self._scale: dict[int, float] = {}  # the id of a step -> bytes of the bundle per byte that a kernel reads
         self._sizes: dict[int, Sequence[int]] = {}
         done = 0.0
         for bundle in bundles:
@@ -46,20 +46,20 @@ class ByteMap:
             for step, before in zip(steps, accumulate(read, initial=0), strict=False):
                 self._place(step, done + before * scale, scale)
             done += weight
-        self._bundles = bundles  # so that nothing else gets an id of its steps
+        self._bundles = bundles  # keeps the ids of its steps unique
         self.total: int = int(done)
 
     def _place(self, step: Kernels, before: float, scale: float) -> None:
         self._before[id(step)], self._scale[id(step)] = before, scale
-        if isinstance(step, Boxes):
+        if isinstance(step, ReshardKernels):
             for other in step.otherwise:
                 self._place(other, before, scale)
                 before += sum(map(nbytes_read, other.kernels)) * scale
 
     def at(self, step: Kernels | None, left: int, part: float) -> BytesDone:
-        """Returns the progress, of the latest step begun and those of its kernels that have not ended.
+        """Returns the progress, from the latest step and the number of its kernels that have not ended.
 
-        `part`: how many of these are done, see `KernelProgress.part`.
+        `part`: how many of these kernels are done, see `KernelProgress.part`.
         """
         if step is None or id(step) not in self._before:
             return BytesDone(0, self.total)
@@ -78,22 +78,22 @@ class ByteMap:
         return BytesDone(min(int(done), self.total), self.total, int(lent * scale))
 
 
-def nbytes_of_bundle(bundle: Bundle) -> int:
+def nbytes_of_bundle(bundle: PreparedBundle) -> int:
     """The bytes of the collectives of a bundle, as timelines count them."""
-    nbytes = sum(agreed_nbytes(bundle.share.op, one) for one in bundle.verdicts)
-    if not nbytes:  # a reshard, of whose bytes the agreement does not hear: what this rank sends
-        nbytes = sum(_nbytes(one.src) for step in bundle.launched for one in step.kernels)
+    nbytes = sum(agreed_nbytes(bundle.share.op, verdict) for verdict in bundle.verdicts)
+    if not nbytes:  # a reshard, whose bytes are unknown to the agreement: the bytes that this rank sends
+        nbytes = sum(_nbytes(kernel.src) for step in bundle.launched for kernel in step.kernels)
     return nbytes
 
 
 def agreed_nbytes(op: str, verdict: Verdict) -> int:
-    """The bytes of a collective on which all have agreed."""
-    given = [0 if one.gives is None else sum(info.nbytes for info in one.gives.tensors) for one in verdict.specs]
+    """The bytes of a collective, from its verdict."""
+    given = [0 if spec.gives is None else sum(info.nbytes for info in spec.gives.tensors) for spec in verdict.specs]
     return sum(given) if op in _SUMMED else max(given, default=0)
 
 
 def nbytes_read(kernel: Kernel) -> int:
-    """The bytes that a kernel reads, or takes where it reads nothing."""
+    """The bytes that a kernel reads, or writes if it reads none."""
     return _nbytes(kernel.dst if kernel.src is None else kernel.src)
 
 

@@ -1,4 +1,4 @@
-"""The buffers of a reshard on one rank: local tensors as the layouts say, and what packs and unpacks their boxes."""
+"""The buffers of a reshard on one rank: local tensors according to the layouts, and the packing of their boxes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from raycollect.pos import Container, Range
 
 
 class ReshardBuffers(TaskBuffers):
-    """As `TaskBuffers`; what it gives and takes is checked against the layouts, not against the other ranks."""
+    """`TaskBuffers` whose operands are checked against the layouts, not against the other ranks."""
 
     _takes_dtensors = True
 
@@ -32,18 +32,18 @@ class ReshardBuffers(TaskBuffers):
 
     @property
     def staging_nbytes(self) -> int:
-        """The bytes of staging that its rounds share, and of the table that tells others where boxes lie."""
+        """The bytes of staging that its rounds share, and of the table with the addresses of boxes."""
         return self._half.staging_nbytes + self._table_nbytes
 
     @property
     def _table_nbytes(self) -> int:
         half = self._half
-        boxes = [(give.names, len(give.size)) for one in half.rounds for give in one.gives]
+        boxes = [(give.names, len(give.size)) for transfers in half.rounds for give in transfers.gives]
         counts = sum(names for names, _ in boxes), sum(names * dims for names, dims in boxes)
         return table_nbytes(len(half.rounds), len(self.share.ranks), *counts)
 
     def make(self, index: int) -> None:
-        """Makes the tensors of a target as its layout says: like the given ones, or by the library of what it gives."""
+        """Makes the tensors of a target by its layout: like the given ones, or with the library of the source."""
         like = self._template.buffers[index].source
         if like >= 0:
             self._make_like(index, like)
@@ -57,17 +57,17 @@ class ReshardBuffers(TaskBuffers):
         held = self.buffers[like]
         if held is None:
             return
-        self._allocate(index, held.container.structure, [arrays.describe(one) for one in held.container.tensors])
-        made = self.buffers[index]
-        if made is not None:
-            for to, array, is_whole in zip(made.arrays, held.arrays, self._are_whole(held), strict=True):
-                if not is_whole:  # what is in no region
+        self._allocate(index, held.container.structure, [arrays.describe(tensor) for tensor in held.container.tensors])
+        output = self.buffers[index]
+        if output is not None:
+            for to, array, is_whole in zip(output.arrays, held.arrays, self._are_whole(held), strict=True):
+                if not is_whole:  # elements in no region keep their values
                     convert(to, array)
 
     def _are_whole(self, bound: Bound) -> list[bool]:
-        """For each tensor of a target whether its regions cover all of it."""
+        """For each tensor of a target, whether its regions cover the whole tensor."""
         places = places_of(bound.container.structure, self._half.dst)
-        whole = {place for place, one in zip(places, self._half.dst, strict=True) if one.is_whole}
+        whole = {place for place, tensor in zip(places, self._half.dst, strict=True) if tensor.is_whole}
         return [place in whole for place in range(len(bound.arrays))]
 
     def _touched(self) -> tuple[set[int], set[int]]:
@@ -78,7 +78,7 @@ class ReshardBuffers(TaskBuffers):
         return (read | {like}, written) if held is not None and not all(self._are_whole(held)) else (read, written)
 
     def copies(self) -> tuple[tuple[Array, Array], ...]:
-        """What this rank holds and needs itself: (to, from)."""
+        """The copies inside this rank: (to, from)."""
         local = self._local
         return tuple(
             (box_of(local(name, True), dst.at, dst.size), box_of(local(name, False), src.at, src.size))
@@ -87,53 +87,57 @@ class ReshardBuffers(TaskBuffers):
         )
 
     def rounds(self, ranks: Sequence[int], block: FusionBuffer) -> tuple[list[PackedBoxes], BoxExchange]:
-        """The rounds, over the staging: one by one, and all as one exchange."""
+        """The rounds in the staging buffer: one by one, and all as one exchange."""
         half, begin = self._half, self._half.staging_nbytes
         packed = [PackedBoxes(half, at, ranks, block.memory, self._local) for at in range(len(half.rounds))]
         table = block.memory[begin : begin + self._table_nbytes]
-        return packed, BoxExchange(rounds=[one.round for one in packed], table=table)
+        return packed, BoxExchange(rounds=[boxes.round for boxes in packed], table=table)
 
     def pairs(self, step: Step) -> list[tuple[Any, Any]]:
-        """Its kernels work in the staging alone (`rounds`); what is committed is copied whole."""
+        """Empty for kernels, which work only in the staging buffer (`rounds`); a commit copies whole tensors."""
         if step.kind is not Local.COPY:
             return []
         src, dst = self.buffers[step.src], self.buffers[step.dst]
         return [] if src is None or dst is None else list(zip(src.arrays, dst.arrays, strict=True))
 
     def dense(self) -> list[Range]:
-        """Without the tensors that have elements in no region."""
+        """The addresses that are written whole, without tensors that have elements in no region."""
         index = self._template.dst
         bound = self.buffers[index] if index >= 0 else None
         if bound is None:
             return []
-        if self._template.buffers[index].source >= 0:  # what is in no region was copied there
+        if self._template.buffers[index].source >= 0:  # elements in no region were copied
             return super().dense()
         spans = zip(self.written, self.ranges, self._are_whole(bound), strict=True)
         return [span for array, span, is_whole in spans if is_whole and span[1] - span[0] == array.nbytes]
 
     def _bound(self, index: int, container: Container) -> Bound | None:
         is_dst = index != self._template.src
-        found = super()._bound(index, container)
-        if found is None:
+        bound = super()._bound(index, container)
+        if bound is None:
             return None
-        if any(type(array) is DeviceArray for array in found.arrays):
+        if any(type(array) is DeviceArray for array in bound.arrays):
             self.violate("unsupported", "device", "that of a GPU", "tensors in host memory", index)
             return None
         infos = tuple(map(arrays.describe, container.tensors))
         faults = faults_of(container.structure, infos, self._half.dst if is_dst else self._half.src)
-        faults += [] if faults else self._gaps(found, is_dst=is_dst)
+        faults += [] if faults else self._gaps(bound, is_dst=is_dst)
         for name, what, expected in faults:
             self.violate("layout", f"{name} of {'dst' if is_dst else 'src'}", what, expected, index)
-        return None if faults else found
+        return None if faults else bound
 
     def _gaps(self, bound: Bound, *, is_dst: bool) -> Iterator[Fault]:
         """Tensors whose memory has no view with the dimensions of the global tensor."""
         tensors = self._half.dst if is_dst else self._half.src
-        for place, one in zip(places_of(bound.container.structure, tensors), tensors, strict=True):
+        for place, tensor in zip(places_of(bound.container.structure, tensors), tensors, strict=True):
             array = bound.arrays[place]
-            if one.axes and array.size and not np.may_share_memory(unfold(array, one.axes), array):
-                found = f"with gaps, {array.strides} bytes apart"
-                yield f"tensor {one.key!r}", found, "without gaps, as its layout takes several of its dimensions as one"
+            if tensor.axes and array.size and not np.may_share_memory(unfold(array, tensor.axes), array):
+                actual = f"with gaps, {array.strides} bytes apart"
+                yield (
+                    f"tensor {tensor.key!r}",
+                    actual,
+                    "without gaps, as its layout takes several of its dimensions as one",
+                )
 
     def _is_in_pieces(self, index: int) -> bool:
         return False
@@ -141,13 +145,13 @@ class ReshardBuffers(TaskBuffers):
     def _is_in_place(self, leaves: dict[int, int]) -> bool:
         return False
 
-    def _told(self, index: int) -> Bound | None:
-        return None  # the plan says it all
+    def _described(self, index: int) -> Bound | None:
+        return None  # the plan determines it
 
     def _local(self, name: int, is_dst: bool) -> Array:
         half, template = self._half, self._template
         tensors, place = (half.dst, half.dst_of[name]) if is_dst else (half.src, half.src_of[name])
         bound = self.buffers[template.dst if is_dst else template.src]
         assert bound is not None  # all have agreed
-        found: Array = bound.arrays[places_of(bound.container.structure, tensors)[place]]
-        return unfold(found, tensors[place].axes)
+        array: Array = bound.arrays[places_of(bound.container.structure, tensors)[place]]
+        return unfold(array, tensors[place].axes)

@@ -1,8 +1,8 @@
-"""One run of a program on a participant: the first one, and each that repeats it, on one path.
+"""One run of a program on a participant: first runs and repeated runs use the same path.
 
-The order keeps P3 and P4. The run finds what it needs in the cache, or prepares itself, where everything that can fail
-locally becomes a violation. All ranks agree. Then the steps run, and a failure among them leaves exactly the tensors
-being written dirty. However the run goes, each launch that was opened is ended once (`launches`).
+The order keeps P3 and P4. The run finds its preparation in the cache, or prepares itself, where all local failures
+become violations. All ranks agree. Then the steps run, and a failure of a step marks exactly the tensors being written
+as dirty. In any case, each opened launch ends once (`launches`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from raycollect.engine.observer import Observer
 from raycollect.engine.preparation import Preparation
 from raycollect.engine.prepared import Prepared
 from raycollect.engine.progress import NOWHERE, BytesDone
-from raycollect.engine.steps import Boxes, Kernels
+from raycollect.engine.steps import Kernels, ReshardKernels
 from raycollect.errors import (
     FaultError,
     KernelError,
@@ -40,7 +40,7 @@ from raycollect.pos import Absence, Container, State
 Operands = Sequence[Container | MissingOperand]
 
 Keep = Callable[[Sequence[Container]], None]
-"""Takes the outputs of a program, before another participant can report that this one has ended; may raise
+"""Takes the outputs of a program, before another participant can report the end of this one; may raise
 RaycollectError."""
 
 
@@ -48,33 +48,33 @@ RaycollectError."""
 class Outcome:
     """The end of a program on this participant."""
 
-    error: RaycollectError | None = None  # None: it ran to its end
-    outputs: tuple[Container, ...] = ()  # that it made, in the order of the requests
-    ended: tuple[int, ...] = ()  # places of those known to have run all of the plan; see `Communicator.end`
+    error: RaycollectError | None = None  # None: success
+    outputs: tuple[Container, ...] = ()  # in the order of the requests
+    ended: tuple[int, ...] = ()  # positions of participants that have ended the plan; see `Communicator.end`
 
 
 OK = Outcome()
-"""Of most runs, which have nothing to tell."""
+"""The outcome of most runs."""
 
 
 @dataclass(eq=False)
 class Run(Launches):
-    """One run of a program. Any thread may call `abort` and `bytes_done`; the others are for its own.
+    """One run of a program. Any thread may call `abort` and `bytes_done`; only its thread calls the other methods.
 
     Attributes:
-        operands: What each key stands for, in order; None: the operands are in the store.
-        keys: The keys; empty where a member's call gave the operands.
-        is_call: Whether a member's call gave the operands.
-        waiting: Called when an operand's method has not ended yet; None: it never will, since ordered actors run
-            methods in order.
-        keep: What takes its outputs; None: the caller takes them from the outcome.
-        succeeded: Called once all has gone well, and the launch has not ended yet.
+        operands: The operand of each key, in order; None: the operands are in the store.
+        keys: The keys; empty for the operands of a member's call.
+        is_call: Whether the operands are those of a member's call.
+        waiting: Called if an operand's method has not ended yet; None: missing operands stay missing, as ordered actors
+            run methods in order.
+        keep: Takes the outputs; None: the caller takes them from the outcome.
+        succeeded: Called after success, before the end of the launch.
         label: The name of a member's own call in timelines; see `Label`.
-        slot: Where the run notes its place; None: the slot of this thread.
-        has_touched: Whether the bundle under way may have changed what it writes.
-        has_committed: Whether all ranks have come to the commit of the bundle under way.
-        is_loaded: Whether the stand-ins of the first kernel hold what it reads.
-        packs: Whether a kernel has worked in the fusion buffer.
+        slot: The slot in which the run notes its position; None: the slot of this thread.
+        has_touched: Whether the current bundle may have changed its outputs.
+        has_committed: Whether all ranks have arrived at the commit of the current bundle.
+        is_loaded: Whether the staging buffers of the first kernel hold its inputs.
+        packs: Whether a kernel has used the fusion buffer.
     """
 
     operands: Operands | None = None
@@ -91,17 +91,17 @@ class Run(Launches):
     has_committed: bool = field(init=False, default=False)
     is_loaded: bool = field(init=False, default=False)
     packs: bool = field(init=False, default=False)
-    _buffer: FusionBuffer | None = field(init=False, default=None)  # that it has taken
+    _buffer: FusionBuffer | None = field(init=False, default=None)  # the taken fusion buffer
 
     def run(self) -> Outcome:
-        """Runs it. A RaycollectError, or a lack of memory, is an outcome; anything else, a bug, is raised."""
+        """Runs the program. A RaycollectError or MemoryError is an outcome; other exceptions, bugs, are raised."""
         instruments, slot = self.instruments, self.slot or run_steps.here()
         ring = instruments.tracer.ring
         observer = self.observer = Observer(self.program, self.seq, self.label, instruments.recorder, ring, slot)
         slot.kernels.cover()
         if ring is not None:
             observer.began_s = ring.clock()
-        failed = "unknown"  # the name of what has been raised; empty: nothing
+        failed = "unknown"  # the name of the exception; empty: none
         outputs: tuple[Container, ...] = ()
         ended: tuple[int, ...] = ()
         try:
@@ -115,7 +115,7 @@ class Run(Launches):
             failed = type(exc).__name__
             raise
         finally:
-            slot.at = ""  # else it would keep what this object holds
+            slot.at = ""  # otherwise the slot would keep this object alive
             try:
                 ended = self._end(is_ok=not failed)
             finally:
@@ -128,7 +128,7 @@ class Run(Launches):
         return Outcome(outputs=outputs, ended=ended) if outputs or ended else OK
 
     def _run_all(self, observer: Observer) -> tuple[Container, ...]:
-        """Does all but to end the launch; returns the outputs."""
+        """Runs everything but the end of the launch; returns the outputs."""
         program, seq, instruments = self.program, self.seq, self.instruments
         faults, rank, clock = instruments.faults, program.agreement.rank, instruments.counters.clock
         self.open()
@@ -170,31 +170,31 @@ class Run(Launches):
         return outputs
 
     def bytes_done(self) -> BytesDone:
-        """Returns its progress."""
-        observer: Observer | None = getattr(self, "observer", None)  # None: it has not begun
+        """Returns the progress of the run."""
+        observer: Observer | None = getattr(self, "observer", None)  # None: not begun
         return NOWHERE if observer is None else observer.bytes_done()
 
     # ------------------------------------------------------------------------------------------ before the agreement
 
     def _look_up(self) -> Operands:
         current = self.instruments.store.current
-        found = list(map(current, self.keys))
-        if Absence not in map(type, found):
-            return found  # type: ignore[return-value]  # of containers alone
+        operands = list(map(current, self.keys))
+        if Absence not in map(type, operands):
+            return operands  # type: ignore[return-value]  # of containers alone
         for key in self.keys:
             self._wait_for(key, current(key))
-        # Again for all: a method that was awaited may have replaced tensors in a list or dict that was there before.
-        return [one if isinstance(one, Container) else missing(one) for one in map(current, self.keys)]
+        # Again for all operands: an awaited method may have replaced tensors in an existing list or dict.
+        return [operand if isinstance(operand, Container) else missing(operand) for operand in map(current, self.keys)]
 
-    def _wait_for(self, key: Key, found: Container | Absence) -> None:
-        # For an operand whose method has not ended, where it may come later.
-        if isinstance(found, Absence) and found.state is State.ABSENT and self.waiting is not None:
+    def _wait_for(self, key: Key, operand: Container | Absence) -> None:
+        # Waits for an operand whose method has not ended, if methods may be late.
+        if isinstance(operand, Absence) and operand.state is State.ABSENT and self.waiting is not None:
             self.waiting(key)
             observer, aborted = self.observer, self.aborted or _never
             observer.event("waiting", key.hex())
             with observer.waiting():
-                found = self.instruments.store.wait(key, lambda: aborted() is not None)
-            if isinstance(found, Absence) and found.state is State.ABSENT:
+                operand = self.instruments.store.wait(key, lambda: aborted() is not None)
+            if isinstance(operand, Absence) and operand.state is State.ABSENT:
                 raise PlanAbortedError(detail=aborted() or "aborted while waiting for an operand")
 
     def _prepare(self, operands: Operands) -> Preparation:
@@ -205,7 +205,7 @@ class Run(Launches):
         return preparation
 
     def _look_at(self, operands: Operands) -> Preparation:
-        home = partial(_home_of, self.communicators)  # a method would be a cycle, which keeps tensors
+        home = partial(_home_of, self.communicators)  # a method would be a reference cycle, which keeps tensors alive
         return Preparation(self.program, operands, self.keys, self.instruments, home, is_call=self.is_call)
 
     def _complete(self, preparation: Preparation) -> None:
@@ -217,14 +217,14 @@ class Run(Launches):
             return
         copies = buffers.staging_copies([(first.src, first.dst)])
         if copies is not None:
-            with self.observer.staging("load stand-ins"):
+            with self.observer.staging("load staging buffers"):
                 copies.load(self.patience())
             self.is_loaded = True
 
     # ------------------------------------------------------------------------------------------ the agreement
 
     def _agree(self, cached: Prepared | None, preparation: Preparation | None, operands: Operands) -> Prepared:
-        """Brings all ranks together; returns what follows from what all have brought."""
+        """Runs the agreement of all ranks; returns the prepared run that follows from it."""
         observer = self.observer
         if self.program.shares[0].template.boxes and not is_batch(self.program):  # alike on all ranks
             self._show_boxes(cached)
@@ -245,10 +245,10 @@ class Run(Launches):
         if blobs is None:
             assert preparation is not None  # nothing was cached
             blobs = self._meet(agreement, preparation)
-        else:  # of which an earlier run knows but what this rank has brought
+        else:  # this rank's arrival was cached, and other ranks' arrivals have changed
             assert cached is not None
             self._judge(agreement, blobs)
-            observer.prepared = cached  # the others may wait for this rank in its kernels
+            observer.prepared = cached  # the other ranks may wait for this rank in their kernels
             preparation = self._look_at(operands)
             preparation.check_unchanged(cached)
         prepared = preparation.prepared(agreement, blobs)
@@ -258,7 +258,7 @@ class Run(Launches):
         return prepared
 
     def _meet(self, agreement: Agreement, preparation: Preparation) -> Sequence[bytes]:
-        """Does all rounds of the agreement; returns what all have brought to the last one."""
+        """Runs all rounds of the agreement; returns all arrivals of the last round."""
         rounds = self.program.rounds
         for round_index in range(rounds):
             if round_index:
@@ -268,7 +268,7 @@ class Run(Launches):
                 self.observer.event("check")
             try:
                 blobs = self.bring(preparation.bring(round_index), preparation.first)
-            except RefusedError as exc:  # nothing was brought: all ranks hear why
+            except RefusedError as exc:  # the arrival was not sent: the violations are sent instead
                 preparation.refuse(exc.violations)
                 blobs = self.bring(preparation.bring(round_index))
             self._judge(agreement, blobs)
@@ -280,15 +280,17 @@ class Run(Launches):
             raise refusal(self.program.name, "", violations)
 
     def _show_boxes(self, cached: Prepared | None) -> None:
-        # Tells the others where the boxes of a reshard lie, if an earlier run has found out.
+        # Shows the addresses of a reshard's boxes to the other ranks, if an earlier run has cached them.
         if self.opened is None:
             return
         communicator, launch = self.opened
         if isinstance(communicator, Reaching):
             steps = cached.bundles[0].steps if cached is not None else ()
-            communicator.show_boxes(launch, next((step.exchange for step in steps if isinstance(step, Boxes)), None))
+            communicator.show_boxes(
+                launch, next((step.exchange for step in steps if isinstance(step, ReshardKernels)), None)
+            )
 
-    # ------------------------------------------------------------------------------------------ for its steps
+    # ------------------------------------------------------------------------------------------ interface for steps
 
     def launch(self, step: Kernels) -> None:
         """Runs the kernels of a step in the open launch."""
@@ -298,8 +300,8 @@ class Run(Launches):
             communicator.launch(launch, step.kernels)
         self.observer.ended()
 
-    def launch_boxes(self, step: Boxes) -> bool:
-        """Moves boxes without messages, if the backend can; False: on no rank, and nothing was written."""
+    def launch_boxes(self, step: ReshardKernels) -> bool:
+        """Moves boxes without messages, if the backend can; False: on no rank, and no tensor was written."""
         assert self.opened is not None  # `enter` has opened it
         communicator, launch = self.opened
         if not isinstance(communicator, Reaching):
@@ -314,21 +316,21 @@ class Run(Launches):
         return True
 
     def touch(self) -> None:
-        """Notes that what the bundle writes may change from now on; before a commit, only memory made for the plan."""
+        """Notes that outputs of the bundle may change from now on; before a commit, only memory of the plan changes."""
         if self.has_committed or not self.program.commits:
             self.has_touched = True
 
     def commit(self) -> None:
-        """Waits until all ranks have come to the commit; raises as `wait_for_all`."""
+        """Waits until all ranks have arrived at the commit; raises as `wait_for_all`."""
         self.wait_for_all()
         self.has_committed = self.has_touched = True
 
     def patience(self) -> Patience:
-        """What ends a wait for a device."""
+        """Makes the check that ends waits for a device."""
         return Patience(self.aborted or _never, self.program.timeout_s)
 
     def reach(self, point: str) -> None:
-        """The run has come to a place where tests inject faults."""
+        """Marks a point at which tests inject faults."""
         faults = self.instruments.faults
         if faults is not None:
             faults.at(point, self.seq, self.program.agreement.rank)
@@ -336,9 +338,9 @@ class Run(Launches):
     # ------------------------------------------------------------------------------------------ its end
 
     def _end(self, *, is_ok: bool) -> tuple[int, ...]:
-        """Ends the open launch; returns the places of those who are known to have run all of their programs.
+        """Ends the open launch; returns the positions of participants that are known to have ended their programs.
 
-        Empty where others may have more to do, or where this participant answers for itself, as nobody asks then.
+        Empty if other participants may continue, or if this participant reports its own end.
         """
         opened, self.opened, self._exchanging = self.opened, None, None
         ranks: tuple[int, ...] = ()
@@ -353,21 +355,21 @@ class Run(Launches):
         return self.program.places_of(ranks) if ranks and not self._number and self.succeeded is None else ()
 
     def _count_failure(self) -> None:
-        # With the bundle under way, or the first one.
+        # Counts for the current bundle, or the first one.
         bundle, program = self.observer.bundle, self.program
         share = program.shares[program.tasks[0].share] if bundle is None else bundle.share
         self.instruments.counters.of(share.group_id, share.op).failures += 1
 
     def _keep(self, preparation: Preparation) -> tuple[Container, ...]:
-        outputs = preparation.made()
+        outputs = preparation.outputs()
         if outputs and self.keep is not None:
-            self.observer.slot.at = "keeps its outputs"
+            self.observer.slot.at = "stores its outputs"
             self.keep(outputs)
         self.observer.event("done")
         return outputs
 
     def _located(self, error: RaycollectError) -> RaycollectError:
-        """Records a failure, and adds where in the program it happened, which only this participant knows."""
+        """Records a failure, and adds its position in the program, which only this participant knows."""
         program, bundle = self.program, self.observer.bundle
         self.observer.event("failed", type(error).__name__)
         if isinstance(error, FaultError):
@@ -376,7 +378,7 @@ class Run(Launches):
             error.group_name = error.group_name or (share.group_id if share else program.agreement.group_id)
             if share and error.rank < 0 and isinstance(error, KernelError):
                 error.rank = share.rank
-        return kept(error)  # its frames would keep the tensors alive
+        return kept(error)  # without frames, which would keep the tensors alive
 
 
 def _home_of(communicators: Callable[[str], Communicator], domain: Domain) -> str:
@@ -384,4 +386,4 @@ def _home_of(communicators: Callable[[str], Communicator], domain: Domain) -> st
 
 
 def _never() -> None:
-    """Says of a run that nobody aborts it."""
+    """The `aborted` function of a run that is never aborted."""

@@ -1,8 +1,8 @@
-"""Finds what the last run of a program has prepared, for the next one, as in a loop.
+"""Caches the preparation of a program's last run for the next run, as in a loop.
 
-It is kept with the operands, as long as they are unchanged. Of a run on one tensor all but the memory is kept by the
-tensor's layout, too: it serves fresh tensors of that layout, as iterations have them. That the other ranks bring the
-same as last time is seen at the agreement.
+The cache entry belongs to the operands, as long as they are unchanged. A run on one tensor is also cached by the
+tensor's layout, without its memory, for new tensors of that layout. The agreement checks that the other ranks' arrivals
+are unchanged.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from raycollect.backends import arrays
 from raycollect.backends.arrays import Tie
 from raycollect.core.model import TENSOR, Kernel
 from raycollect.engine.prepared import Prepared
-from raycollect.engine.steps import Direct, Kernels
+from raycollect.engine.steps import Kernels, SingleKernelBundle
 from raycollect.planner import Program
 from raycollect.pos import Container, Store
 
 MOST_PROGRAMS = 8
-"""How many programs a container remembers."""
+"""The number of cached programs per container."""
 
 MOST_LAYOUTS = 256
-"""How many runs are known by layout."""
+"""The number of runs cached by layout."""
 
 
 class _Holder:
-    """Keeps what was prepared, until one of the other containers is gone."""
+    """Holds a prepared run as long as the other containers live."""
 
     __slots__ = ("__weakref__", "prepared", "ties")
 
@@ -39,21 +39,21 @@ class _Holder:
         self.ties: list[weakref.ref[Tie]] = []
 
     def is_of(self, name: int, containers: Sequence[Any]) -> bool:
-        """Whether these are the containers, after the first."""
+        """Whether the other containers are the same, for a program's cache key."""
         if len(containers) != 1 + len(self.ties):
             return False
-        for one, tie in zip(containers[1:], self.ties, strict=True):
-            found = tie()
-            if found is None or type(one) is not Container or found is not one.memo.get(name):
+        for container, tie in zip(containers[1:], self.ties, strict=True):
+            target = tie()
+            if target is None or type(container) is not Container or target is not container.memo.get(name):
                 return False
         return True
 
     def tie_to(self, tie: Tie) -> None:
-        """Lets go of the memory of all operands when one of them is gone."""
-        known = weakref.ref(self)
+        """Releases the memory of all operands when the tied container is freed."""
+        reference = weakref.ref(self)
 
         def forget(_: object) -> None:
-            holder = known()
+            holder = reference()
             if holder is not None:
                 holder.prepared = None
 
@@ -63,8 +63,8 @@ class _Holder:
 class _Layout(NamedTuple):
     """A run of one kernel on a whole tensor, without its memory."""
 
-    prepared: Prepared  # which has the program, so that its id is no other's
-    bundle: Direct
+    prepared: Prepared  # refers to the program, so that the program's id stays unique
+    bundle: SingleKernelBundle
     step: Kernels
     kernel: Kernel
     reads: bool
@@ -73,19 +73,18 @@ class _Layout(NamedTuple):
 
 
 class RunCache:
-    """What the last runs in one process have prepared. Any thread may call it."""
+    """The cached runs of one process. Any thread may call it."""
 
     def __init__(self) -> None:
         self._layouts: dict[tuple[Any, ...], _Layout] = {}
 
     def find(self, program: Program, operands: Sequence[Any], store: Store, *, is_call: bool) -> Prepared | None:
-        """Returns what a run of a program on these operands needs, and takes its fusion buffer.
+        """Finds the prepared run of a program on these operands, and takes its fusion buffer.
 
-        `is_call`: a member's call gave the operands, so that nothing finds their containers again.
+        `is_call`: the operands are those of a member's call, whose containers are never used again.
 
         Returns:
-            None where there was no such run, an operand is missing, has changed or is half-written, or the buffer is in
-            use.
+            None if no run is cached, an operand is missing, has changed or is half-written, or the buffer is in use.
         """
         if is_call:
             return self._of_layout(program, operands, store, is_call=True)
@@ -93,20 +92,20 @@ class RunCache:
             name = id(program)  # the same object for the same bytes; comparing programs would take longer
             holder = operands[0].memo.get(name)
             if type(holder) is _Holder and (len(operands) == 1 or holder.is_of(name, operands)):
-                known = holder.prepared
-                if known is not None and known.program is program and known.holds(operands, store):
-                    return known if known.buffer is None or known.buffer.take() else None
-        found = self._of_layout(program, operands, store, is_call=False)
-        if found is not None:
-            _remember(found, operands)
-        return found
+                prepared = holder.prepared
+                if prepared is not None and prepared.program is program and prepared.holds(operands, store):
+                    return prepared if prepared.buffer is None or prepared.buffer.take() else None
+        prepared = self._of_layout(program, operands, store, is_call=False)
+        if prepared is not None:
+            _remember(prepared, operands)
+        return prepared
 
     def keep(self, prepared: Prepared, operands: Sequence[Container], *, is_call: bool) -> None:
-        """Keeps what a run has prepared for the next one on these operands, or on a tensor of this layout."""
+        """Caches a prepared run for the next run on these operands, or on a tensor of this layout."""
         if not is_call:
             _remember(prepared, operands)
         tensor, bundle = single(operands), prepared.bundles[0]
-        if tensor is None or type(bundle) is not Direct:
+        if tensor is None or type(bundle) is not SingleKernelBundle:
             return
         (step,) = bundle.steps
         assert type(step) is Kernels  # as a direct bundle has it
@@ -127,18 +126,18 @@ class RunCache:
         )
 
     def forget(self, group_id: str) -> None:
-        """Forgets the runs of a group that has ended."""
-        for name, known in tuple(self._layouts.items()):
-            if known.prepared.program.agreement.group_id == group_id:
+        """Removes the runs of a group that has ended."""
+        for name, layout in tuple(self._layouts.items()):
+            if layout.prepared.program.agreement.group_id == group_id:
                 self._layouts.pop(name, None)
 
     def _of_layout(self, program: Program, operands: Sequence[Any], store: Store, *, is_call: bool) -> Prepared | None:
-        """What a run on these operands would prepare; None where it is not known, or they can't run so."""
+        """The prepared run on a tensor of a cached layout; None: no such layout, or the tensor is unsuited."""
         tensor = single(operands)
         if tensor is None:
             return None
-        found = self._layouts.get((id(program), is_call, type(tensor), tensor.shape, tensor.dtype))
-        if found is None:
+        layout = self._layouts.get((id(program), is_call, type(tensor), tensor.shape, tensor.dtype))
+        if layout is None:
             return None
         try:
             array = tensor if type(tensor) is np.ndarray else arrays.memory(tensor)
@@ -147,7 +146,7 @@ class RunCache:
             return None
         if not _is_plain(array):
             return None
-        known, bundle, step, like, reads, writes, is_first = found
+        prepared, bundle, step, like, reads, writes, is_first = layout
         address = array.ctypes.data if tensor is array else tensor.data_ptr()
         spans = ((address, address + array.nbytes),)
         if store.dirty and store.is_dirty(spans):
@@ -169,30 +168,30 @@ class RunCache:
             program=program,
             places=places,
             ranges=spans,
-            arrival=known.arrival,
+            arrival=prepared.arrival,
             first=kernel if is_first else None,
-            blobs=known.blobs,
-            bundles=(Direct(bundle.share, 1, steps, written, owners, written, bundle.verdicts, versioned),),
-            counts=known.counts,
+            blobs=prepared.blobs,
+            bundles=(SingleKernelBundle(bundle.share, 1, steps, written, owners, written, bundle.verdicts, versioned),),
+            counts=prepared.counts,
             writes=written,
         )
 
 
 def _remember(prepared: Prepared, operands: Sequence[Container]) -> None:
-    # With the first container, tied to the others.
+    # The entry is in the first container, tied to the others.
     name, holder = id(prepared.program), _Holder(prepared)
-    for one in operands:
-        if len(one.memo) >= MOST_PROGRAMS and name not in one.memo:
-            one.memo.clear()
-    for one in operands[1:]:
-        tie = one.memo[name] = Tie()
+    for container in operands:
+        if len(container.memo) >= MOST_PROGRAMS and name not in container.memo:
+            container.memo.clear()
+    for container in operands[1:]:
+        tie = container.memo[name] = Tie()
         holder.tie_to(tie)
     if operands:
         operands[0].memo[name] = holder
 
 
 def single(operands: Sequence[Any]) -> Any:
-    """The one tensor, of numpy or torch; None where there are several, none, a DTensor, or one of another library."""
+    """The single tensor, of numpy or torch; None if there is not exactly one, or for a DTensor or another library."""
     if len(operands) != 1 or type(operands[0]) is not Container:
         return None
     (container,) = operands

@@ -1,6 +1,6 @@
 """The steps of a program after the agreement: its kernels in order, with their launches and fused tensors.
 
-All of it follows from the program and from what all have agreed on, so every participant derives its part of the same.
+The steps follow from the program and the agreement alone, so all participants derive matching steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ from raycollect.engine.device_staging import StagingBuffers
 from raycollect.engine.fusion_buffer import NO_BUFFER, FusedKernel, FusionBuffer, Item, dtype_of, size_of
 from raycollect.engine.operands import TaskBuffers
 from raycollect.engine.reshard_operands import ReshardBuffers
-from raycollect.engine.steps import Boxes, Bundle, Commit, Copies, Direct, Kernels, Packed, Staged
+from raycollect.engine.steps import (
+    Commit,
+    Copies,
+    Kernels,
+    Packed,
+    PreparedBundle,
+    ReshardKernels,
+    SingleKernelBundle,
+    StagedStep,
+)
 from raycollect.engine.steps import Step as PreparedStep
 from raycollect.planner import Bundle as PlannedBundle
 from raycollect.planner import Choice, Local, Program, Step
@@ -29,12 +38,12 @@ class Scheduler:
     """Makes the steps of one run."""
 
     program: Program
-    operands: Sequence[TaskBuffers]  # the buffers of each of its tasks, all made
+    operands: Sequence[TaskBuffers]  # the buffers of each task, completely made
     block: FusionBuffer | None  # None: this rank has no elements to pack
-    first: Kernel | None  # that the backend has prepared, if any
-    staging_buffers: StagingBuffers | None = None  # the stand-ins, if there are any
+    first: Kernel | None  # the kernel that the backend has prepared, if any
+    staging_buffers: StagingBuffers | None = None
 
-    def bundles(self, verdicts: Mapping[int, Verdict], *, alone: bool) -> tuple[Bundle, ...]:
+    def bundles(self, verdicts: Mapping[int, Verdict], *, alone: bool) -> tuple[PreparedBundle, ...]:
         """Makes the bundles from the verdicts, by request; `alone`: requests overlap in memory, so order is kept."""
         program = self.program
         planned: Sequence[PlannedBundle] = program.bundles
@@ -43,9 +52,9 @@ class Scheduler:
                 PlannedBundle(tasks=(at,), base=(task.alone,) * len(program.shares[task.share].choices))
                 for at, task in enumerate(program.tasks)
             ]
-        return tuple([self._bundle(one, verdicts) for one in planned])
+        return tuple([self._bundle(bundle, verdicts) for bundle in planned])
 
-    def _bundle(self, planned: PlannedBundle, verdicts: Mapping[int, Verdict]) -> Bundle:
+    def _bundle(self, planned: PlannedBundle, verdicts: Mapping[int, Verdict]) -> PreparedBundle:
         together = [self.operands[at] for at in planned.tasks]
         agreed = [verdicts[self.program.tasks[at].request] for at in planned.tasks]
         share = together[0].share
@@ -53,7 +62,7 @@ class Scheduler:
         steps: list[PreparedStep] = []
         for step in share.template.ways[chosen]:
             steps += self._steps(step, planned.base[chosen] + step.at, together, agreed)
-        kind = Direct if len(together) == 1 and self._is_direct(steps) else Bundle
+        kind = SingleKernelBundle if len(together) == 1 and self._is_direct(steps) else PreparedBundle
         return kind(
             share,
             len(together),
@@ -66,7 +75,7 @@ class Scheduler:
         )
 
     def _is_direct(self, steps: Sequence[PreparedStep]) -> bool:
-        # Whether the program is one kernel, in the launch of the agreement.
+        # Whether the program is one kernel in the launch of the agreement.
         program, agreement = self.program, self.program.agreement
         if len(program.tasks) != 1 or program.commits or len(steps) != 1:
             return False
@@ -86,10 +95,10 @@ class Scheduler:
         if step.kind is Local.COMMIT:
             yield Commit()
             return
-        boxes = [one for one in together if isinstance(one, ReshardBuffers)]
+        boxes = [task for task in together if isinstance(task, ReshardBuffers)]
         if boxes and step.kind is not Local.COPY:
-            for one in boxes:
-                yield from self._boxes(one, launch)
+            for task in boxes:
+                yield from self._boxes(task, launch)
             return
         items = []
         for operands, verdict in zip(together, agreed, strict=True):
@@ -119,8 +128,10 @@ class Scheduler:
             yield Copies(copies)
         packed, exchange = operands.rounds(launch[2], self.block or NO_BUFFER)
         if packed:
-            kernels = tuple([one.kernel for one in packed])
-            yield Boxes(*launch, kernels, tuple([Packed(*launch, (one.kernel,), one) for one in packed]), exchange)
+            kernels = tuple([boxes.kernel for boxes in packed])
+            yield ReshardKernels(
+                *launch, kernels, tuple([Packed(*launch, (boxes.kernel,), boxes) for boxes in packed]), exchange
+            )
 
     def _packed(
         self, kind: OpKind, step: Step, items: Sequence[Item], launch: _Launch, rank: int
@@ -140,10 +151,10 @@ class Scheduler:
     def _staged(self, items: Sequence[Item], step: Kernels) -> PreparedStep:
         buffers = self.staging_buffers
         copies = None if buffers is None else buffers.staging_copies([(item.src, item.dst) for item in items])
-        return step if copies is None else Staged(step, copies)
+        return step if copies is None else StagedStep(step, copies)
 
     def _kernel(self, kind: OpKind, step: Step, item: Item) -> Kernel:
-        # The very kernel that was prepared, for backends that recognise it.
+        # Returns the prepared kernel itself, for backends that compare identities.
         first = self.first
         if (
             first is not None
@@ -157,10 +168,10 @@ class Scheduler:
 
 
 def _chosen(choices: Sequence[Choice], verdicts: Sequence[Verdict]) -> int:
-    """The algorithm that all ranks take, by what all have agreed on."""
+    """The algorithm for all ranks, from the verdicts."""
     if len(choices) == 1:
         return 0
-    gives = [[() if spec.gives is None else spec.gives.tensors for spec in one.specs] for one in verdicts]
+    gives = [[() if spec.gives is None else spec.gives.tensors for spec in verdict.specs] for verdict in verdicts]
     nbytes = sum(max(sum(info.nbytes for info in infos) for infos in some) for some in gives)
-    possible = [at for at, one in enumerate(choices) if one.at_least <= nbytes]
+    possible = [at for at, choice in enumerate(choices) if choice.at_least <= nbytes]
     return possible[-1] if possible else 0

@@ -1,4 +1,4 @@
-"""The actions of a captured step, made ready: method calls, and this participant's half of plans."""
+"""The prepared actions of a captured step: method calls, and this participant's part of plans."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from raycollect.pos import Container
 if TYPE_CHECKING:
     from raycollect.engine.step_runner import StepRunner
 
-# Program, number of its first launch -> the controller's exchange, for participants that share no group.
+# (program, number of its first launch) -> the controller's exchange, for participants without a common group.
 Exchanges = Callable[[Program, int], Exchange | None]
 
-# How much of what a method raised is told: letters of its message, last lines of its traceback, letters of each.
+# The part of a method's exception that is sent: characters of the message, lines of the traceback, characters of each.
 DETAIL_LENGTH, TRACE_LINES, LINE_LENGTH = 2000, 30, 300
 
 _CONSTANT = (type(None), bool, int, float, str, bytes)
 
 
-class MethodCall:
-    """A method call, made ready. Arguments lie in slots; constants have slots of their own."""
+class MethodAction:
+    """A prepared method call. Arguments are in slots; constants have additional slots."""
 
     is_method = True
 
-    def __init__(self, one: Invocation, runner: StepRunner) -> None:
+    def __init__(self, invocation: Invocation, runner: StepRunner) -> None:
         self._runner = runner
-        self.step: int = one.step
-        self._method = one.method
-        self._slot = one.slot
-        self._fresh: list[tuple[int, bytes]] = []  # what a method may change, made anew for each run
-        self._args = [self._place(value) for value in one.args]
-        self._kwargs = [(name, self._place(value)) for name, value in one.kwargs]
+        self.step: int = invocation.step
+        self._method = invocation.method
+        self._slot = invocation.slot
+        self._fresh: list[tuple[int, bytes]] = []  # mutable constants, unpacked again for each run
+        self._args = [self._place(value) for value in invocation.args]
+        self._kwargs = [(name, self._place(value)) for name, value in invocation.kwargs]
 
     def words(self) -> str:
         """Describes the call to a person."""
@@ -64,7 +64,7 @@ class MethodCall:
     def do(
         self, seq: int, aborted: Callable[[], str | None], exchange: Exchanges, succeeded: Callable[[], None] | None
     ) -> None:
-        """Calls the method, and puts what it returns into its slot."""
+        """Calls the method, and puts its return value into its slot."""
         runner = self._runner
         if (reason := aborted()) is not None:
             raise PlanAbortedError(detail=reason)
@@ -79,33 +79,33 @@ class MethodCall:
         try:
             slots[self._slot] = runner.invoke(self._method, args, kwargs)
             return
-        except BaseException as exc:  # noqa: BLE001 - whatever it is, it ends the run, and not this thread
+        except BaseException as exc:  # noqa: BLE001 - any exception ends the run, and not this thread
             error = _method_error(self._method, self.step, exc)
         finally:
             if ring is not None:
                 ring.ended(METHOD, self._method, began_s, seq)
-        raise anew(error)  # here, where the exception and with it the method's frames are gone
+        raise anew(error)  # outside of the handler, without the exception and its frames
 
 
-class PlanCall:
-    """This participant's half of a plan, made ready."""
+class PlanAction:
+    """This participant's prepared part of a plan."""
 
     is_method = False
 
-    def __init__(self, one: Collective, runner: StepRunner) -> None:
+    def __init__(self, collective: Collective, runner: StepRunner) -> None:
         step_program = runner.step_program
         self._runner = runner
-        self.step: int = one.step
-        self._offset = one.offset
-        self._first = one.first if step_program.numbered else -1
-        self._program = decode_program(one.program)
-        self._kept_agreement = not self._program.agreement.group_id  # by the controller
-        self._inputs = one.inputs
-        self._outputs = one.outputs
-        self.nbytes: int | None = None  # of a run; None: it had none
-        if self._program.keys != len(one.inputs):
-            raise ProtocolError(detail=f"{len(one.inputs)} operands for a program of {self._program.keys}")
-        keys = [step_program.keys[slot] for slot in one.inputs]
+        self.step: int = collective.step
+        self._offset = collective.offset
+        self._first = collective.first if step_program.numbered else -1
+        self._program = decode_program(collective.program)
+        self._by_controller = not self._program.agreement.group_id  # by the controller
+        self._inputs = collective.inputs
+        self._outputs = collective.outputs
+        self.nbytes: int | None = None  # of a run; None: not run yet
+        if self._program.keys != len(collective.inputs):
+            raise ProtocolError(detail=f"{len(collective.inputs)} operands for a program of {self._program.keys}")
+        keys = [step_program.keys[slot] for slot in collective.inputs]
         before, after = CAPTURE_NBYTES, CAPTURE_NBYTES + 8  # of the run's number in a key
         varies = [key.startswith(step_program.capture) and not any(key[before:after]) for key in keys]
         self._same = None if any(varies) else tuple(keys)
@@ -121,7 +121,7 @@ class PlanCall:
     def do(
         self, seq: int, aborted: Callable[[], str | None], exchange: Exchanges, succeeded: Callable[[], None] | None
     ) -> None:
-        """Runs the plan on what is in its slots."""
+        """Runs the plan on the values of its slots."""
         runner, seq = self._runner, seq + self._offset
         slots, held = runner.slots, []
         for slot in self._inputs:
@@ -139,8 +139,8 @@ class PlanCall:
             aborted=aborted,
             operands=held,
             keys=self._same or self._keys_now(),
-            exchange=exchange(self._program, seq) if self._kept_agreement else None,
-            succeeded=None if self._outputs else succeeded,  # they are put into their slots first
+            exchange=exchange(self._program, seq) if self._by_controller else None,
+            succeeded=None if self._outputs else succeeded,  # outputs have to be in their slots first
             slot=runner.step,
         )
         runner.begin(run)
@@ -149,23 +149,23 @@ class PlanCall:
             self.nbytes = run.bytes_done().total or None
         if outcome.error is not None:
             raise anew(self._moved(outcome.error))
-        for slot, made in zip(self._outputs, outcome.outputs, strict=True):
-            slots[slot] = made
+        for slot, container in zip(self._outputs, outcome.outputs, strict=True):
+            slots[slot] = container
 
     def _keys_now(self) -> tuple[Key, ...]:
         run8 = self._runner.run8
         return tuple([Key(head if tail is None else head + run8 + tail) for head, tail in self._keys])
 
     def _moved(self, error: RaycollectError) -> RaycollectError:
-        # With its calls counted as those of the whole capture.
+        # Numbers the violations' calls within the whole capture.
         if self._first < 0 or not isinstance(error, RefusedError):
             return error
-        moved = tuple(replace(one, call=max(one.call, 0) + self._first) for one in error.violations)
+        moved = tuple(replace(violation, call=max(violation.call, 0) + self._first) for violation in error.violations)
         return type(error)(op=error.op, group_name=error.group_name, violations=moved)
 
 
 def value_of(value: Any) -> Any:
-    """The user's value of what is in a slot."""
+    """The user's value of a slot."""
     return value.value if type(value) is Container else value
 
 
@@ -182,13 +182,13 @@ def _method_error(method: str, step: int, exc: BaseException) -> MethodError:
 def _trace(exc: BaseException) -> str:
     try:
         text = "".join(traceback.format_exception(type(exc), exc, _from_method(exc.__traceback__)))
-    except Exception:  # noqa: BLE001 - it shows the exception too
+    except Exception:  # noqa: BLE001 - raised by the exception's own `__str__`
         text = "".join(traceback.format_tb(_from_method(exc.__traceback__)))
     return "\n".join(line[:LINE_LENGTH] for line in text.splitlines()[-TRACE_LINES:])
 
 
 def _from_method(trace: TracebackType | None) -> TracebackType | None:
-    # Without the frames on the way to the method.
+    # Skips the frames before the method.
     while trace is not None and is_on_the_way(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     return trace

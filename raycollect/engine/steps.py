@@ -1,4 +1,4 @@
-"""The steps of a prepared run. Each runs itself, and tells the run where it is."""
+"""The steps of a prepared run. Each step runs itself, and notes its position in the run."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ from raycollect.planner import Share
 from raycollect.pos import Range, Store
 
 
-class Position(Protocol):
-    """Where a run is, as its steps note it."""
+class StepObserver(Protocol):
+    """The part of a run's observer that its steps use."""
 
-    bundle: Bundle | None
+    bundle: PreparedBundle | None
     step: Kernels | None
     left: int
 
     def begin(self, step: Kernels) -> None:
-        """A step begins."""
+        """Notes that a step begins."""
 
-    def collective(self, bundle: Bundle) -> AbstractContextManager[None]:
-        """Around a bundle."""
+    def collective(self, bundle: PreparedBundle) -> AbstractContextManager[None]:
+        """A context around a bundle."""
         ...
 
     def staging(self, what: str) -> AbstractContextManager[None]:
-        """Around copies before and behind kernels."""
+        """A context around copies before and after kernels."""
         ...
 
 
 class Environment(Protocol):
-    """What steps need of a process."""
+    """The part of a process's environment that steps use."""
 
     @property
     def store(self) -> Store:
-        """Its tensors."""
+        """The tensors."""
         ...
 
     @property
     def faults(self) -> Faults | None:
-        """Those that tests inject."""
+        """The faults that tests inject."""
         ...
 
 
-class Run(Protocol):
-    """What steps need of the run that they are part of; see `run.Run`."""
+class StepContext(Protocol):
+    """The part of a run that its steps use; see `run.Run`."""
 
     opened: tuple[Communicator, Launch] | None
     has_touched: bool
@@ -67,8 +67,8 @@ class Run(Protocol):
         ...
 
     @property
-    def observer(self) -> Position:
-        """Where the run is."""
+    def observer(self) -> StepObserver:
+        """The observer."""
         ...
 
     def enter(self, step: Kernels) -> None:
@@ -77,33 +77,33 @@ class Run(Protocol):
     def launch(self, step: Kernels) -> None:
         """Runs the kernels of a step in the open launch."""
 
-    def launch_boxes(self, step: Boxes) -> bool:
+    def launch_boxes(self, step: ReshardKernels) -> bool:
         """Moves boxes without messages, if the backend can."""
         ...
 
     def touch(self) -> None:
-        """Notes that what the bundle writes may change from now on."""
+        """Notes that outputs of the bundle may change from now on."""
 
     def commit(self) -> None:
-        """Waits until all ranks have come to the commit."""
+        """Waits until all ranks have arrived at the commit."""
 
     def patience(self) -> Patience:
-        """What ends a wait for a device."""
+        """Makes the check that ends waits for a device."""
         ...
 
     def reach(self, point: str) -> None:
-        """Comes to a place where tests inject faults."""
+        """Marks a point at which tests inject faults."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernels:
-    """Kernels on the operands themselves, or on stand-ins for them: one, or several that the backend coalesces.
+    """Kernels on the operands or on their staging buffers: one kernel, or several that the backend coalesces.
 
     Attributes:
-        number: Its launch, counted over the plan.
+        number: The number of the launch in the plan.
         group_id: The group of the launch.
-        ranks: Who takes part in it.
-        kernels: What they run.
+        ranks: The ranks of the launch.
+        kernels: The kernels of this rank.
     """
 
     number: int
@@ -111,13 +111,13 @@ class Kernels:
     ranks: tuple[int, ...]
     kernels: tuple[Kernel, ...]
 
-    def run(self, run: Run) -> None:
+    def run(self, run: StepContext) -> None:
         """Opens the launch and runs the step there."""
         run.enter(self)
         run.touch()
         self.launch(run)
 
-    def launch(self, run: Run) -> None:
+    def launch(self, run: StepContext) -> None:
         """Runs the step in the open launch."""
         run.reach("before_kernel")
         run.launch(self)
@@ -130,7 +130,7 @@ class Packed(Kernels):
 
     packed: FusedKernel | PackedBoxes
 
-    def launch(self, run: Run) -> None:
+    def launch(self, run: StepContext) -> None:
         """Packs, runs the kernel in the open launch, and unpacks."""
         run.reach("before_kernel")
         run.packs = True
@@ -143,13 +143,13 @@ class Packed(Kernels):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Boxes(Kernels):
-    """The rounds of a reshard: without messages, where the backend's ranks reach each other's memory; else packed."""
+class ReshardKernels(Kernels):
+    """The rounds of a reshard: without messages, if the backend's ranks reach each other's memory; otherwise packed."""
 
     otherwise: tuple[Packed, ...]
     exchange: BoxExchange
 
-    def launch(self, run: Run) -> None:
+    def launch(self, run: StepContext) -> None:
         """Moves the boxes in the open launch."""
         if run.launch_boxes(self):
             return
@@ -158,36 +158,36 @@ class Boxes(Kernels):
             step.launch(run)
 
 
-class Staged(NamedTuple):
-    """A step on stand-ins for tensors that lie elsewhere than the backend works.
+class StagedStep(NamedTuple):
+    """A step on staging buffers, for tensors on another device than the backend's.
 
-    Until all of its kernels have ended, tensors that have a stand-in are unchanged.
+    Tensors with a staging buffer are unchanged until all kernels of the step have ended.
     """
 
     inner: Kernels
     copies: StagingCopies
 
-    def run(self, run: Run) -> None:
-        """Loads the stand-ins, runs the step on them, and copies back what it wrote."""
+    def run(self, run: StepContext) -> None:
+        """Loads the staging buffers, runs the step on them, and copies the outputs back."""
         run.enter(self.inner)
         if not self.copies.is_whole:
             run.touch()
         if not run.is_loaded:
-            with run.observer.staging("load stand-ins"):
+            with run.observer.staging("load staging buffers"):
                 self.copies.load(run.patience())
         run.is_loaded = False
         self.inner.launch(run)
         run.touch()
-        with run.observer.staging("unload stand-ins"):
+        with run.observer.staging("unload staging buffers"):
             self.copies.unload(run.patience())
 
 
 class Copies(NamedTuple):
-    """Copies that a rank makes by itself."""
+    """Copies inside a rank."""
 
     copies: tuple[tuple[Any, Any], ...]  # (to, from)
 
-    def run(self, run: Run) -> None:
+    def run(self, run: StepContext) -> None:
         """Makes the copies."""
         if self.copies:
             run.touch()
@@ -198,43 +198,43 @@ class Copies(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """All ranks wait for each other before anything that they gave is overwritten."""
+    """A barrier of all ranks before any of their inputs is overwritten."""
 
-    def run(self, run: Run) -> None:
-        """Waits for the controller's word."""
+    def run(self, run: StepContext) -> None:
+        """Waits for the controller's decision."""
         run.reach("before_commit")
         run.commit()
         run.reach("after_commit")
 
 
-Step = Kernels | Staged | Copies | Commit
+Step = Kernels | StagedStep | Copies | Commit
 
 
-class Bundle(NamedTuple):
-    """The steps of one bundle, and what they write: a failure among them leaves exactly that dirty (P4)."""
+class PreparedBundle(NamedTuple):
+    """The steps of one bundle, and their outputs: a failed step marks exactly these as dirty (P4)."""
 
     share: Share
-    tasks: int  # how many
+    tasks: int  # the number of tasks
     steps: tuple[Step, ...]
     ranges: Sequence[Range]  # addresses that it writes
-    owners: Sequence[object]  # of each range, the object that lives as long as its memory
+    owners: Sequence[object]  # for each range, the object that owns its memory
     dense: Sequence[Range]  # ranges that it writes whole
     verdicts: tuple[Verdict, ...]  # for each task
     versioned: Sequence[object]  # see `TaskBuffers`
 
     @property
     def is_one_kernel(self) -> bool:
-        """Whether it is one kernel on one call's tensors, so that the bundle and its kernel are the same."""
+        """Whether the bundle is one kernel on one call's tensors."""
         steps = self.steps
         return self.tasks == 1 and len(steps) == 1 and type(steps[0]) is Kernels and len(steps[0].kernels) == 1
 
     @property
     def launched(self) -> list[Kernels]:
         """Its steps that run kernels, in order."""
-        inner = [step.inner if isinstance(step, Staged) else step for step in self.steps]
+        inner = [step.inner if isinstance(step, StagedStep) else step for step in self.steps]
         return [step for step in inner if isinstance(step, Kernels)]
 
-    def run(self, run: Run) -> None:
+    def run(self, run: StepContext) -> None:
         """Runs the steps."""
         store, observer = run.instruments.store, run.observer
         run.has_touched = run.has_committed = False
@@ -253,19 +253,19 @@ class Bundle(NamedTuple):
         observer.bundle = None
 
 
-class Direct(Bundle):
-    """A bundle of one kernel on the operands themselves, in the launch of the agreement: what loops are made of.
+class SingleKernelBundle(PreparedBundle):
+    """A bundle of one kernel on the operands themselves, in the launch of the agreement: the usual bundle of loops.
 
-    It does what a `Bundle` does, in as few function calls as possible.
+    It does the same as `PreparedBundle`, with as few function calls as possible.
     """
 
     __slots__ = ()
 
-    def run(self, run: Run) -> None:
+    def run(self, run: StepContext) -> None:
         """Runs the kernel."""
         observer, faults, store = run.observer, run.instruments.faults, run.instruments.store
         (step,), opened = self.steps, run.opened
-        assert type(step) is Kernels and opened is not None  # noqa: PT018 - as the schedule has made it
+        assert type(step) is Kernels and opened is not None  # noqa: PT018 - see `Scheduler._is_direct`
         communicator, launch = opened
         observer.bundle, observer.left, observer.step = self, 1, step
         try:

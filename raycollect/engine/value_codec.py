@@ -1,4 +1,4 @@
-"""The codec of values that travel with the runs of captured steps: arguments and results.
+"""The codec of the arguments and results of captured steps' runs.
 
 msgpack, with extensions for tuples, long integers, complex numbers, numpy's arrays and scalars, and CPU tensors of any
 library. Values keep their types, except that bytearrays become bytes, and subclasses become their base: an enum's
@@ -26,10 +26,10 @@ from raycollect.errors.text import a_type
 
 _TUPLE, _LONG, _ARRAY, _SCALAR, _TENSOR, _COMPLEX = range(1, 7)
 
-# What a tuple begins with, which travels as a list: so the depth is bounded as that of lists is.
+# The first item of a tuple, which is packed as a list: so its depth is bounded like that of lists.
 _MARK = msgpack.ExtType(_TUPLE, b"")
 
-# numpy's short names of the types whose elements are plain bytes.
+# numpy's short names of dtypes whose elements are plain bytes.
 _PLAIN = re.compile(r"[<>|=]?[biufcSUmM]\d+(\[\w+\])?")
 
 _NARROW: dict[str, np.dtype[Any]] = {dtype.name: dtype for dtype in arrays.NARROW}
@@ -37,7 +37,7 @@ _NARROW: dict[str, np.dtype[Any]] = {dtype.name: dtype for dtype in arrays.NARRO
 # Of an array: the bytes of its dtype's name, the number of its dimensions. The name and the extents follow.
 _HEAD = struct.Struct("<BB")
 
-# What reading corrupt bytes may raise.
+# The exceptions of reading corrupt bytes.
 _MALFORMED = (
     ValueError,
     TypeError,
@@ -54,14 +54,14 @@ _LONGS = range(-(1 << 63), 1 << 64)  # the integers that msgpack itself writes
 
 
 def pack_value(value: Any) -> bytes:
-    """Writes one value; the inverse of `unpack_value`.
+    """Packs one value; the inverse of `unpack_value`.
 
     Args:
-        value: None, a bool, int, float, complex, str or bytes; a list, tuple or dict of such values, or what inherits
-            from one of these; a numpy array or scalar, a CPU tensor of any library.
+        value: None, a bool, int, float, complex, str or bytes; a list, tuple or dict of such values, or an instance of
+            a subclass of these; a numpy array or scalar, a CPU tensor of any library.
 
     Raises:
-        TypeError: It is, or holds, something else; the message names its type.
+        TypeError: The value is, or contains, another type; the message names the type.
     """
     try:
         packed: bytes = msgpack.packb(value, default=_extend, strict_types=True, unicode_errors="surrogatepass")
@@ -71,7 +71,7 @@ def pack_value(value: Any) -> bytes:
 
 
 def unpack_value(data: bytes) -> Any:
-    """Reads one value; arrays are contiguous, writable, and own their memory. Raises ProtocolError on other bytes."""
+    """Unpacks one value; arrays are contiguous, writable, and own their memory. Raises ProtocolError on other bytes."""
     try:
         return msgpack.unpackb(
             data, strict_map_key=False, ext_hook=_restored, list_hook=_listed, unicode_errors="surrogatepass"
@@ -81,12 +81,12 @@ def unpack_value(data: bytes) -> Any:
 
 
 def pack_values(values: Sequence[Any]) -> bytes:
-    """Writes values, none as empty bytes; the inverse of `unpack_values`. Raises TypeError as `pack_value`."""
+    """Packs values, no values as empty bytes; the inverse of `unpack_values`. Raises TypeError as `pack_value`."""
     return pack_value(list(values)) if values else b""
 
 
 def unpack_values(data: bytes) -> tuple[Any, ...]:
-    """Reads values; raises ProtocolError on other bytes."""
+    """Unpacks values; raises ProtocolError on other bytes."""
     if not data:
         return ()
     values = unpack_value(data)
@@ -100,7 +100,7 @@ def _extend(value: Any) -> Any:
         return msgpack.ExtType(_SCALAR, _array_bytes(np.asarray(value)))
     if type(value) in (np.ndarray, np.memmap) and _name(value.dtype):
         return msgpack.ExtType(_ARRAY, _array_bytes(value))
-    base = next((one for one in _BASES if isinstance(value, one)), None)
+    base = next((kind for kind in _BASES if isinstance(value, kind)), None)
     if base is not None:
         return _BASES[base](value)
     memory = arrays.view(arrays.resolved(value))
@@ -119,13 +119,13 @@ def _long_or_int(value: int) -> Any:
     return msgpack.ExtType(_LONG, plain.to_bytes(plain.bit_length() // 8 + 1, "little", signed=True))
 
 
-# Python's own types -> how what inherits from them is written; of some, they themselves.
+# Python's own types -> the function that packs instances of subclasses; for some types, also of the type itself.
 _BASES: dict[type, Callable[[Any], Any]] = {
     tuple: lambda value: [_MARK, *value],
     int: _long_or_int,
     complex: lambda value: msgpack.ExtType(_COMPLEX, _PARTS_OF_COMPLEX.pack(value.real, value.imag)),
     float: float.__float__,
-    str: str.__str__,  # of an enum's member its value, which `str` is not
+    str: str.__str__,  # for a member of an enum the value, unlike `str`
     bytes: lambda value: bytes(memoryview(value)),
     dict: dict,
     list: list,
@@ -140,7 +140,7 @@ def _array_bytes(array: arrays.Array) -> bytes:
 
 @lru_cache(maxsize=64)
 def _name(dtype: np.dtype[Any]) -> str:
-    """Its name on the wire, with its byte order; empty where its elements are no plain bytes."""
+    """The name of a dtype on the wire, with its byte order; empty if its elements are not plain bytes."""
     if dtype in arrays.NARROW:
         return dtype.name
     return dtype.str if _PLAIN.fullmatch(dtype.str) else ""
@@ -190,28 +190,28 @@ def _scalar(data: bytes) -> Any:
 
 
 def _tensor(data: bytes) -> Any:
-    # Of the library that it came from; numpy where that is not here.
+    # A tensor of its original library, or of numpy if the library is missing.
     start = 1 + data[0]
     library = data[1:start].decode()
     if library == "torch":
         with suppress(ImportError):
-            import_module(library)  # as Ray does for a tensor among the arguments of a method
-    made = list[Any]()
+            import_module(library)  # as Ray does for a tensor in the arguments of a method
+    tensors = list[Any]()
 
     def make(shape: Sequence[int], dtype: np.dtype[Any]) -> arrays.Array:
         if not arrays.is_number(dtype):
             raise ValueError(f"a tensor of {dtype}")
         native = arrays.native(dtype)
         info = TensorInfo(shape=tuple(shape), dtype=native.name, itemsize=native.itemsize, library=library)
-        made.append(arrays.empty(info))
-        return cast("arrays.Array", arrays.memory(made[0]))
+        tensors.append(arrays.empty(info))
+        return cast("arrays.Array", arrays.memory(tensors[0]))
 
     _filled(data[start:], make)
-    return made[0]
+    return tensors[0]
 
 
 def _filled(data: bytes, make: Callable[[Sequence[int], np.dtype[Any]], arrays.Array]) -> arrays.Array:
-    # Makes the array once the elements are known to be complete.
+    # Makes the array after checking that the elements are complete.
     name_nbytes, ndim = _HEAD.unpack_from(data)
     shape_at = _HEAD.size + name_nbytes
     shape = struct.unpack_from(f"<{ndim}Q", data, shape_at)

@@ -33,7 +33,7 @@ from raycollect.errors import (
     from_wire,
     kept,
 )
-from raycollect.group.bootstrap_store import BootstrapStore, Record
+from raycollect.group.bootstrap_store import BootstrapStore, LeaderRecord
 from raycollect.group.coordinator_server import CoordinatorServer, hello_of
 from raycollect.group.group_member import GroupMember
 from raycollect.group.membership import on_backend, placed
@@ -48,11 +48,11 @@ _RETRY_S = 0.5
 
 
 class Introduction(NamedTuple):
-    """What a member tells the others of itself as it joins."""
+    """A member's description of itself, which it sends to the others as it joins."""
 
-    who: str  # what a person calls this process: Worker(3f2a91)
+    who: str  # this process's name for a person: Worker(3f2a91)
     machine: str  # equal for processes that can share memory
-    gpu: backends.Gpu | None = None  # the GPU of this process, if the backend is yet to be chosen
+    gpu: backends.Gpu | None = None  # the GPU of this process, if the members still have to choose a backend
 
 
 _INTRODUCTIONS = Codec[Introduction](Introduction, "member's word")
@@ -60,9 +60,9 @@ _INTRODUCTIONS = Codec[Introduction](Introduction, "member's word")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BootstrapRequest:
-    """What one process was told of the group, and what it tells the others."""
+    """One process's arguments for the group, and its introduction to the others."""
 
-    spec: GroupSpec  # its id is for rank 0 to choose, and its backend may be "auto"
+    spec: GroupSpec  # rank 0 chooses its id; its backend may be "auto"
     rank: int
     me: Introduction
     tracer: Tracer = field(default_factory=Tracer)  # whether calls of the group are recorded
@@ -74,16 +74,16 @@ class BootstrapRequest:
 def lead(request: BootstrapRequest, store: BootstrapStore, notices: dict[str, CoordinatorServer]) -> ProcessGroup:
     """Becomes rank 0: posts its address, and waits for the others.
 
-    If the group fails to form, `notices` gets by its name what tells the others.
+    If the group fails to form, its server is added to `notices` by name, to report the failure to the others.
 
     Raises:
         GroupExistsError: Another process leads a group of this name.
-        CollectiveTimeoutError: Another rank did not come in time.
+        CollectiveTimeoutError: Another rank did not join in time.
         RaycollectError: The group failed to form.
     """
     name, world_size = request.spec.name, request.spec.world_size
     server = CoordinatorServer(store.host, request.spec, request.me.who)
-    record = Record.of(server.address, request.me.who).to_bytes()
+    record = LeaderRecord.of(server.address, request.me.who).to_bytes()
     if world_size > 1:
         try:
             _post(request, store, record)
@@ -110,40 +110,44 @@ def lead(request: BootstrapRequest, store: BootstrapStore, notices: dict[str, Co
 
 
 def _post(request: BootstrapRequest, store: BootstrapStore, record: bytes) -> None:
-    """Posts the address of rank 0; replaces the record of a dead leader, and what is no record."""
+    """Posts the address of rank 0. Replaces a dead leader's record, and a malformed one."""
     until_s = time.monotonic() + PROBE_S
     while not store.post(request.spec.name, record):
         there = _look(store, request.spec.name)
         if there is None:
             continue
-        is_alive = _is_alive(there.address) if isinstance(there, Record) else None
-        if is_alive and isinstance(there, Record):
+        is_alive = _is_alive(there.address) if isinstance(there, LeaderRecord) else None
+        if is_alive and isinstance(there, LeaderRecord):
             detail = f"rank 0 of a group of this name waits for its members already: {there.who}"
             raise GroupExistsError(group_name=request.spec.name, detail=detail)
         if is_alive is None or time.monotonic() > until_s:
             store.post(request.spec.name, record, replace=True)
             return
-        time.sleep(_POLL_S[0])  # it removes its record itself, and might remove the one in its place
+        time.sleep(_POLL_S[0])  # the other leader removes its own record, and might remove the new one
 
 
 def _retract(store: BootstrapStore, name: str, record: bytes) -> None:
-    """Removes a record that was not replaced."""
-    with suppress(OSError, InvalidGroupError):  # those who connect find out that it is stale
+    """Removes the record, unless it was replaced."""
+    with suppress(OSError, InvalidGroupError):  # members that connect detect that the record is stale
         if store.read(name) == record:
             store.remove(name)
 
 
-def _look(store: BootstrapStore, name: str) -> Record | str | None:
-    """The record; or, as text, why what is there is none; None: nothing is there."""
+def _look(store: BootstrapStore, name: str) -> LeaderRecord | str | None:
+    """Returns the record; a text if the posted bytes are malformed, with the reason; None if nothing is posted."""
     try:
         there = store.read(name)
-        return None if there is None else Record.from_bytes(there)
+        return None if there is None else LeaderRecord.from_bytes(there)
     except InvalidGroupError as exc:
         return exc.detail
 
 
 def _is_alive(address: Address) -> bool | None:
-    """Whether a leader waits for its members there; False: it makes room, and removes its record; None: it is gone."""
+    """Whether a leader waits for its members at an address.
+
+    Returns:
+        False if the leader is ending and removes its record; None if no leader answers.
+    """
     until_s = time.monotonic() + PROBE_S
     try:
         stream = open_stream(address, "control", {"probe": True}, PROBE_S)
@@ -153,7 +157,7 @@ def _is_alive(address: Address) -> bool | None:
         stream.receive(max(until_s - time.monotonic(), 0.0))
         return True
     except ChannelError:
-        return time.monotonic() >= until_s  # it was silent; else it has closed the connection
+        return time.monotonic() >= until_s  # the leader is silent; otherwise it has closed the connection
     finally:
         stream.close()
 
@@ -182,7 +186,7 @@ class _Uplink:
             self.link.close()
 
     def received(self, link: Link, message: Message) -> None:
-        """Rank 0 said something; on the hub's thread."""
+        """Handles a message of rank 0, on the hub's thread."""
         process_group = self.process_group
         if process_group is not None and isinstance(message, Refused):
             process_group.lost(from_wire(message.error))
@@ -190,8 +194,8 @@ class _Uplink:
             process_group.received(message)
 
     def closed(self, link: Link, reason: ChannelError) -> None:
-        """The connection has ended; on the hub's thread."""
-        process_group, self.process_group = self.process_group, None  # which holds this
+        """Handles the end of the connection, on the hub's thread."""
+        process_group, self.process_group = self.process_group, None  # breaks a reference cycle
         if process_group is not None:
             actor = process_group.member.actor(0)
             detail = f"its process, which relays for the group, ended ({reason.detail})"
@@ -200,10 +204,10 @@ class _Uplink:
 
 
 def follow(request: BootstrapRequest, store: BootstrapStore, hub: Hub) -> ProcessGroup:
-    """Becomes another rank than 0: finds rank 0, and waits with it for the others.
+    """Becomes a rank other than 0: finds rank 0, and waits with it for the others.
 
     Raises:
-        CollectiveTimeoutError: Rank 0, or another rank, did not come in time.
+        CollectiveTimeoutError: Rank 0, or another rank, did not join in time.
         RaycollectError: The group failed to form.
     """
     deadline_s = time.monotonic() + request.spec.timeout_s
@@ -220,20 +224,20 @@ def follow(request: BootstrapRequest, store: BootstrapStore, hub: Hub) -> Proces
 
 
 def _find_leader(request: BootstrapRequest, store: BootstrapStore, hub: Hub, deadline_s: float) -> ProcessGroup:
-    """Connects to the posted address, again and again, as the record may be stale or yet to come."""
+    """Connects to the posted address. Retries, as the record may be stale or not posted yet."""
     tried, again_s, pause_s, why = None, 0.0, _POLL_S[0], ""
     while True:
         now_s = time.monotonic()
         there = _look(store, request.spec.name)
         if there is None:
-            why = "it has posted nothing"
+            why = "it has not posted its address"
         elif isinstance(there, str):
             why = f"{there}. Delete {store.where(request.spec.name)}, or start rank 0, which replaces it"
         elif there != tried or now_s >= again_s:
-            found = _enter(request, there, store.host, hub, deadline_s)
-            if not isinstance(found, str):
-                return found
-            why = f"{there.who} does not answer: {found}"
+            result = _enter(request, there, store.host, hub, deadline_s)
+            if not isinstance(result, str):
+                return result
+            why = f"{there.who} does not answer: {result}"
             tried, again_s = there, now_s + _RETRY_S
         if now_s >= deadline_s:
             name, limit_s = request.spec.name, request.spec.timeout_s
@@ -245,20 +249,22 @@ def _find_leader(request: BootstrapRequest, store: BootstrapStore, hub: Hub, dea
         pause_s = min(pause_s * 1.5, _POLL_S[1])
 
 
-def _enter(request: BootstrapRequest, record: Record, host: str, hub: Hub, deadline_s: float) -> ProcessGroup | str:
+def _enter(
+    request: BootstrapRequest, record: LeaderRecord, host: str, hub: Hub, deadline_s: float
+) -> ProcessGroup | str:
     """Connects to a leader.
 
     Returns:
-        The process group; or why there is none: nobody is there, or the leader of a group that is complete or has
-        failed, so that the next group of this name will have another leader.
+        The process group, or a text with the reason for having none: no leader answers, or its group is complete or
+        has failed, so that the next group of this name has another leader.
     """
     hello = hello_of(request.spec, request.rank, request.me.who)
     try:
         stream = open_stream(record.address, "control", hello, max(deadline_s - time.monotonic(), 0.1))
     except (ConnectionLostError, AuthenticationError, ProtocolError) as exc:
         if isinstance(exc, ProtocolError) and (not exc.peer or exc.detail.startswith(OTHER_VERSION)):
-            raise  # the hello can't be sent, or not to this version
-        return exc.detail  # a dead leader's record, or its port is another's now
+            raise  # the hello is invalid, or the peer has another version
+        return exc.detail  # the record is of a dead leader, whose port another process may use
     uplink = _Uplink()
     try:
         answer = stream.receive(max(deadline_s - time.monotonic(), 0.1))
@@ -269,7 +275,7 @@ def _enter(request: BootstrapRequest, record: Record, host: str, hub: Hub, deadl
         spec = replace(request.spec, group_id=answer.group_id)
         member = GroupMember(spec, request.rank, uplink.send, host=host, tracer=request.tracer)
         process_group = uplink.process_group = ProcessGroup(member, leave=uplink.leave)
-        with Deferred():  # from here on the hub watches the connection, which only its link may close
+        with Deferred():  # the hub watches the connection, and only the link may close it
             uplink.link = hub.adopt(stream, hello, uplink)
         return process_group
     except ChannelError as exc:
@@ -284,20 +290,22 @@ def _enter(request: BootstrapRequest, record: Record, host: str, hub: Hub, deadl
 
 
 def _agree(process_group: ProcessGroup, request: BootstrapRequest) -> None:
-    """Exchanges who and where the members are, from which all choose the same backend."""
+    """Exchanges introductions; all members choose the same backend from them."""
     words = process_group.confer("join", _INTRODUCTIONS.encode(request.me))
     members = [_read(rank, word) for rank, word in enumerate(words)]
-    machines = [one.machine for one in members]
+    machines = [member.machine for member in members]
     backend = request.spec.backend
     if backend == "auto":
-        gpus = [one.gpu for one in members]
+        gpus = [member.gpu for member in members]
         backend = backends.choose(machines, gpus, dict(request.spec.options)).backend
     backends.check_placement(backend, machines, request.spec.name)
-    process_group.settle(placed(on_backend(process_group.spec, backend), machines), tuple(one.who for one in members))
+    process_group.settle(
+        placed(on_backend(process_group.spec, backend), machines), tuple(member.who for member in members)
+    )
 
 
 def _read(rank: int, word: bytes) -> Introduction:
     try:
         return _INTRODUCTIONS.decode(word)
     except ProtocolError:
-        raise ProtocolError(detail=f"rank {rank} does not say who and where it is") from None
+        raise ProtocolError(detail=f"rank {rank} sent a malformed introduction") from None

@@ -1,7 +1,7 @@
-"""Where rank 0 of a group that its members make posts its address. Needs no Ray; `ray_bootstrap_store` is Ray's.
+"""The store in which rank 0 posts its address for the other members. Needs no Ray; `ray_bootstrap_store` uses Ray's.
 
-A record exists only while the members join. A leader replaces a record that a dead leader left behind, which those who
-connect find out, and what is not a record at all.
+A record exists only while the members join. A leader replaces the record of a dead leader, and a malformed record.
+Members that connect detect a dead leader.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _MOST_FILE_NAME = 128
 """A longer group name is hashed for its file: some file systems take no more than 143 bytes."""
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a FIFO would wait for who writes it
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a FIFO would wait for its writer
 
 
-class Record(Wire, frozen=True, kw_only=True):
-    """Where rank 0 listens, with the key of the group's channel, and what a person calls its process."""
+class LeaderRecord(Wire, frozen=True, kw_only=True):
+    """The address of rank 0, the key of the group's channel, and the name of its process for a person."""
 
     host: Annotated[str, Meta(min_length=1, max_length=255)]
     port: Annotated[int, Meta(ge=1, lt=1 << 16)]
@@ -46,13 +46,13 @@ class Record(Wire, frozen=True, kw_only=True):
     who: Annotated[str, Meta(max_length=MOST_WHO)]
 
     @classmethod
-    def of(cls, address: Address, who: str) -> Record:
-        """The record of a process that listens there."""
+    def of(cls, address: Address, who: str) -> LeaderRecord:
+        """Makes the record of a process that listens at an address."""
         return cls(host=address.host, port=address.port, secret=address.secret, who=who[:MOST_WHO])
 
     @property
     def address(self) -> Address:
-        """Where rank 0 listens."""
+        """The address of rank 0."""
         return Address(host=self.host, port=self.port, secret=self.secret)
 
     def to_bytes(self) -> bytes:
@@ -60,8 +60,8 @@ class Record(Wire, frozen=True, kw_only=True):
         return _RECORDS.encode(self)
 
     @classmethod
-    def from_bytes(cls, record: bytes) -> Record:
-        """Reads a record; InvalidGroupError: it is none."""
+    def from_bytes(cls, record: bytes) -> LeaderRecord:
+        """Reads a record; InvalidGroupError: it is malformed."""
         if len(record) > MOST_RECORD_NBYTES:
             raise _malformed(f"it is longer than {MOST_RECORD_NBYTES} bytes")
         try:
@@ -70,15 +70,15 @@ class Record(Wire, frozen=True, kw_only=True):
             raise _malformed(exc.detail) from None
 
 
-_RECORDS = Codec[Record](Record, "record of rank 0", version=2)
+_RECORDS = Codec[LeaderRecord](LeaderRecord, "record of rank 0", version=2)
 
 
 def _malformed(why: str) -> InvalidGroupError:
-    return InvalidGroupError(group_name="", detail=f"what is posted is not a record of rank 0: {why}")
+    return InvalidGroupError(group_name="", detail=f"the posted record of rank 0 is malformed: {why}")
 
 
 class BootstrapStore(Protocol):
-    """A few small records by name, for all processes of a job; `host` is this process's address for the others."""
+    """Small records by name, shared by all processes of a job; `host` is this process's address for the others."""
 
     host: str
 
@@ -87,15 +87,15 @@ class BootstrapStore(Protocol):
         ...
 
     def read(self, name: str) -> bytes | None:
-        """The record of that name, or None; InvalidGroupError: it is none, and may be replaced."""
+        """The record of that name, or None; InvalidGroupError: it is malformed, and may be replaced."""
         ...
 
     def remove(self, name: str) -> None:
-        """Removes the record of that name, which is there."""
+        """Removes the record of that name, which exists."""
         ...
 
     def where(self, name: str) -> str:
-        """What a person calls the place of that record."""
+        """The location of that record, for a message."""
         ...
 
 
@@ -106,11 +106,11 @@ class DirectoryBulletin:
     owns the file.
 
     Args:
-        path: The directory, which is made if there is none. It is on a file system that all members share.
+        path: The directory, on a file system that all members share. It is created if it does not exist.
         host: The address of this process for the other members.
 
     Raises:
-        InvalidGroupError: Others could read or replace what is in it; or it is no directory, or a link to one.
+        InvalidGroupError: Other users can access the directory, or the path is not a directory, or is a link.
     """
 
     def __init__(self, path: str | os.PathLike[str], host: str = "127.0.0.1") -> None:
@@ -123,17 +123,17 @@ class DirectoryBulletin:
             self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._fd = os.open(self._path, _DIRECTORY)
         weakref.finalize(self, os.close, self._fd)
-        found = os.fstat(self._fd)
-        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        status = os.fstat(self._fd)
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
             detail = f"the rendezvous directory {self._path} is open to other users: make it yours, and chmod 700 it"
             raise InvalidGroupError(group_name="", detail=detail)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process opens it for itself."""
+        """Pickles the path: another process opens the directory itself."""
         return DirectoryBulletin, (self._path, self.host)
 
     def post(self, name: str, record: bytes, *, replace: bool = False) -> bool:
-        """Posts a record, whole or not at all; False if there is one of that name, which is not to be replaced."""
+        """Posts a record atomically; False if that name has one, and `replace` is False."""
         move = os.rename if replace else partial(os.link, follow_symlinks=False)
         with self._translated(), files.unfinished(self._fd, record, 0o600) as fresh:
             try:
@@ -143,15 +143,15 @@ class DirectoryBulletin:
         return True
 
     def read(self, name: str) -> bytes | None:
-        """The record of that name; InvalidGroupError: it is no file of this user, or too long."""
+        """The record of that name; InvalidGroupError: it is not a regular file of this user, or too long."""
         try:
             fd = os.open(_file_name(name), _FILE, dir_fd=self._fd)
             try:
-                found = os.fstat(fd)
-                if not stat.S_ISREG(found.st_mode):
+                status = os.fstat(fd)
+                if not stat.S_ISREG(status.st_mode):
                     raise _malformed("it is not a regular file")
-                if found.st_uid != os.geteuid():
-                    raise _malformed(f"it is a file of user {found.st_uid}, and this process runs as {os.geteuid()}")
+                if status.st_uid != os.geteuid():
+                    raise _malformed(f"it is a file of user {status.st_uid}, and this process runs as {os.geteuid()}")
                 return os.read(fd, MOST_RECORD_NBYTES + 1)
             finally:
                 os.close(fd)
@@ -173,19 +173,21 @@ class DirectoryBulletin:
         try:
             yield
         except OSError as exc:
-            detail = f"the rendezvous directory {self._path} can't be used: {exc.strerror}. Name a directory, no link"
+            detail = (
+                f"the rendezvous directory {self._path} can't be used: {exc.strerror}. Pass a directory, not a link"
+            )
             raise InvalidGroupError(group_name="", detail=detail) from exc
 
 
 def _file_name(name: str) -> str:
-    quoted = quote(name, safe="")  # has no ``+``, so that no two names have one file
+    quoted = quote(name, safe="")  # contains no ``+``, so two names never share a file
     if len(quoted) <= _MOST_FILE_NAME:
         return f"group-{quoted}"
     return f"group+{hashlib.sha256(name.encode()).hexdigest()}"
 
 
 def store_at(place: str) -> DirectoryBulletin:
-    """The store of a URL ``file:///path``; InvalidGroupError: it is another kind of URL."""
+    """The store of a URL ``file:///path``; InvalidGroupError: the URL has another form."""
     url = urlparse(place)
     if url not in (("file", host, url.path, "", "", "") for host in ("", "localhost")) or not url.path:
         raise InvalidGroupError(group_name="", detail=f"rendezvous {place!r} is not of the form 'file:///path'")

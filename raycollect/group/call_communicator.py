@@ -1,4 +1,4 @@
-"""A communicator as one call of a member sees it."""
+"""The view that one call of a member has of its communicator."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any
 from raycollect.core.model import Kernel, Launch, OpKind
 from raycollect.core.protocols import Communicator
 from raycollect.errors import CollectiveTimeoutError, FaultError, PlanAbortedError, RaycollectError, RefusedError
-from raycollect.group.coordinator_client import Call, CoordinatorClient
+from raycollect.group.coordinator_client import ActiveCall, CoordinatorClient
 
 
 class CallCommunicator:
-    """A backend's communicator by the group's ranks, within the time of a call. Methods are those of `Communicator`.
+    """A backend's communicator, addressed by the group's ranks and limited to a call's time. Implements `Communicator`.
 
     Attributes:
-        call: The call under way; set before each.
-        meeting: What tells its launches from those of other communicators in timelines.
+        call: The call in progress; set before each call.
+        meeting: Distinguishes its launches from those of other communicators in timelines.
     """
 
     def __init__(self, client: CoordinatorClient, communicator: Communicator) -> None:
         ranks = client.ranks
         self.rank: int = ranks[communicator.rank]
         self.world_size: int = communicator.world_size
-        self.device: Any = getattr(communicator, "device", "")  # where it says on which one it works
+        self.device: Any = getattr(communicator, "device", "")  # empty if the backend does not say
         self.meeting: str = client.epoch
-        self.call: Call
+        self.call: ActiveCall
         self._client = client
         self._communicator = communicator
         self._everyone = tuple(range(len(ranks)))  # of the communicator's own ranks
@@ -37,7 +37,7 @@ class CallCommunicator:
     def agree(
         self, launch: Launch, arrival: bytes, kernel: Kernel | None = None, expected: Sequence[bytes] | None = None
     ) -> Sequence[bytes]:
-        """Exchanges arrivals, within the time that the call has left."""
+        """Exchanges arrivals, within the rest of the call's time."""
         mapped = kernel if self._is_whole or kernel is None else self._mapped(kernel)
         try:
             brought = self._communicator.agree(self._within_deadline(launch), arrival, mapped, expected)
@@ -53,7 +53,7 @@ class CallCommunicator:
             if self._is_whole:
                 self._communicator.launch(launch, kernels)
             else:
-                self._communicator.launch(self._inside(launch), [self._mapped(one) for one in kernels])
+                self._communicator.launch(self._inside(launch), [self._mapped(kernel) for kernel in kernels])
         except RaycollectError as exc:
             self._translate(exc, launch)
             raise
@@ -62,7 +62,7 @@ class CallCommunicator:
         """Ends a launch."""
         if self._is_whole:
             return self._communicator.end(launch, ok, owed)
-        mapped = [self._mapped(one) for one in owed]
+        mapped = [self._mapped(kernel) for kernel in owed]
         self._kernels.clear()
         return tuple(self._client.ranks[rank] for rank in self._communicator.end(self._inside(launch), ok, mapped))
 
@@ -81,29 +81,30 @@ class CallCommunicator:
         return Launch(seq=launch.seq, ranks=self._everyone, timeout_s=launch.timeout_s)
 
     def _within_deadline(self, launch: Launch) -> Launch:
-        # Within the time that the call has left, unless the others have left the call.
+        # Limits a launch to the rest of the call's time; raises if the other ranks have left the call.
         if self._client.is_off(self.call):
             raise PlanAbortedError(detail="the other ranks have left the call")
         left_s = min(launch.timeout_s, max(self.call.deadline_s - time.monotonic(), 0))
         return Launch(seq=launch.seq, ranks=self._everyone, timeout_s=left_s)
 
     def _mapped(self, kernel: Kernel) -> Kernel:
-        # The same object each time, for backends that recognise it.
+        # Returns the same object each time, for backends that compare identities.
         if self._is_whole or kernel.kind not in (OpKind.SEND, OpKind.RECV):
             return kernel
-        known = self._kernels.get(id(kernel))
-        if known is None:
-            known = self._kernels[id(kernel)] = (kernel, replace(kernel, peer=self._client.ranks.index(kernel.peer)))
-        return known[1]
+        entry = self._kernels.get(id(kernel))
+        if entry is None:
+            entry = self._kernels[id(kernel)] = (kernel, replace(kernel, peer=self._client.ranks.index(kernel.peer)))
+        return entry[1]
 
     def _translate(self, error: RaycollectError, launch: Launch) -> None:
-        # An error of the backend's communicator: to the group's ranks and the call's time.
+        # Translates an error of the backend's communicator to the group's ranks and the call's time.
         ranks = self._client.ranks
         if isinstance(error, FaultError) and 0 <= error.rank < len(ranks):
             error.rank = ranks[error.rank]
         if isinstance(error, RefusedError) and not self._is_whole:
             error.violations = tuple(
-                replace(one, rank=ranks[one.rank]) if one.rank >= 0 else one for one in error.violations
+                replace(violation, rank=ranks[violation.rank]) if violation.rank >= 0 else violation
+                for violation in error.violations
             )
         if isinstance(error, CollectiveTimeoutError):
             error.missing = tuple(ranks[rank] for rank in error.missing)

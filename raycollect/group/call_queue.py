@@ -16,38 +16,38 @@ from raycollect.errors import InternalError, RaycollectError, Violation, anew, k
 class Callers:
     """The threads whose calls on one communicator have not ended. Any thread may call it.
 
-    Ranks match calls by their order alone. If the calls of two threads overlap, their order is luck and differs between
-    ranks, which would get each other's results where these look alike. If a thread calls after the calls of another one
-    have ended, nothing here can tell whether all ranks keep that order.
+    Ranks match calls by their order alone. If the calls of two threads overlap, their order is arbitrary and differs
+    between ranks: ranks would get the results of other calls of the same shape. If a thread calls after the calls of
+    another thread have ended, the communicator can't check that all ranks keep that order.
     """
 
     def __init__(self, rank: int) -> None:
-        # What is wrong, from the first call of a second thread until all calls have ended
+        # The violation, from the first call of a second thread until all calls have ended
         self.conflict: Violation | None = None
         self._rank = rank
         self._calls: dict[int, int] = {}  # thread -> the number of its calls that have not ended
         self._lock = threading.Lock()
 
     def enter(self, op: str) -> bool:
-        """The calling thread makes a call. Returns whether a conflict begins with it."""
+        """Registers a call of this thread. Returns whether a conflict begins with it."""
         thread, calls = threading.get_ident(), self._calls
         with self._lock:
-            known = calls.get(thread, 0)
-            calls[thread] = known + 1
-            if known or len(calls) == 1 or self.conflict is not None:
+            own = calls.get(thread, 0)
+            calls[thread] = own + 1
+            if own or len(calls) == 1 or self.conflict is not None:
                 return False
-            other = next(one for one in calls if one != thread)
-            found = (
+            other = next(ident for ident in calls if ident != thread)
+            actual = (
                 f"{threading.current_thread().name!r}, which calls {op} while a call of {_name(other)} has not ended"
             )
             expected = "the thread of the calls that have not ended"
             self.conflict = Violation(
-                kind="concurrent", rank=self._rank, field="thread", found=found, expected=expected
+                kind="concurrent", rank=self._rank, field="thread", found=actual, expected=expected
             )
             return True
 
     def leave(self, thread: int) -> None:
-        """A call of a thread has ended."""
+        """Unregisters a call of a thread."""
         calls = self._calls
         with self._lock:
             left = calls[thread] - 1
@@ -60,15 +60,18 @@ class Callers:
 
 
 def _name(thread: int) -> str:
-    return next((repr(one.name) for one in threading.enumerate() if one.ident == thread), "a thread that has ended")
+    return next(
+        (repr(candidate.name) for candidate in threading.enumerate() if candidate.ident == thread),
+        "a thread that has ended",
+    )
 
 
 class CallQueue:
-    """Runs queued calls one by one in a thread that starts with the first; `pending` is how many have not ended.
+    """Runs queued calls one by one in a thread, which the first call starts; `pending` counts calls not yet ended.
 
     Args:
         name: The communicator, for the name of the thread.
-        broken: Returns why its ranks can't communicate any more; None if they can.
+        broken: Returns the error of a broken communicator; None if its ranks can communicate.
     """
 
     def __init__(self, name: str, broken: Callable[[], RaycollectError | None]) -> None:
@@ -81,7 +84,7 @@ class CallQueue:
         self._closed = False
 
     def submit(self, run: Callable[[], Outcome], ended: Callable[[], object] = lambda: None) -> Future[Outcome]:
-        """Queues a call; `ended` is called when it has ended, before its outcome is known."""
+        """Queues a call; `ended` is called after its end, before the future is set."""
         future: Future[Outcome] = Future()
         with self._changed:
             if self._closed:  # its thread may have ended
@@ -89,7 +92,7 @@ class CallQueue:
                 future.set_exception(anew(self._broken() or closed))
                 ended()
                 return future
-            if self._worker is None:  # first, so that nothing is queued if no thread can be started
+            if self._worker is None:  # before queueing: starting a thread may fail
                 self._worker = threads.start(f"raycollect-call-{self._name}", threads.repeat, self._take)
             self._queue.append((future, run, ended))
             self.pending += 1
@@ -97,13 +100,13 @@ class CallQueue:
         return future
 
     def close(self) -> None:
-        """Ends the thread after the calls that are queued."""
+        """Ends the thread after the queued calls."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits for the calls that are queued; False if some are left. In the queue's own thread it does not wait."""
+        """Waits for the queued calls; False if some are left. Returns at once in the queue's own thread."""
         with self._changed:
             limit_s = 0.0 if threading.current_thread() is self._worker else timeout_s
             return self._changed.wait_for(lambda: not self.pending, limit_s)
@@ -119,11 +122,11 @@ class CallQueue:
             tell = partial(future.set_result, run())
         except RaycollectError as exc:
             tell = partial(future.set_exception, kept(exc))
-        except BaseException as exc:  # noqa: BLE001 - whoever waits gets it
+        except BaseException as exc:  # noqa: BLE001 - the future's waiter gets it
             tell = partial(future.set_exception, threads.failed(f"a call on communicator {self._name}", exc))
         with self._changed:
             self.pending -= 1
             self._changed.notify_all()
         ended()
-        tell()  # after this the next call may come, from any thread
+        tell()  # last: its waiter may make the next call, in any thread
         return True

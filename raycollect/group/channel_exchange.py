@@ -1,4 +1,4 @@
-"""How the participants of a plan agree over the channel, where their backend has no faster way."""
+"""The agreement of a plan's participants over the channel, for backends without a faster one."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from raycollect.errors import CollectiveTimeoutError, PlanAbortedError
 
 
 class ChannelExchange:
-    """An `Exchange` through the controller, for backends without a faster one, and for plans without a group of all.
+    """An `Exchange` through the controller, for backends without a faster one, and for plans without a common group.
 
     Args:
         group_id: The group; empty for the agreement of one plan.
-        rank: This participant's rank, or its place in the plan.
+        rank: This participant's rank, or its position in the plan.
         send: Sends a message to the controller.
     """
 
@@ -26,12 +26,12 @@ class ChannelExchange:
         self._send = send
         self._changed = threading.Condition()
         self._rounds: dict[int, int] = {}
-        self._parts: list[bytes] = []  # of the answer that is coming
+        self._parts: list[bytes] = []  # the parts received so far of an answer
         self._answers: dict[tuple[int, int], Sequence[bytes]] = {}
         self._aborted: set[int] = set()
 
     def __call__(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
-        """Gives this rank's arrival and waits for all others'."""
+        """Sends this rank's arrival and waits for the arrivals of all ranks."""
         seq = launch.seq
         number = self._rounds.get(seq, 0)
         self._rounds = {seq: number + 1}
@@ -39,24 +39,24 @@ class ChannelExchange:
         self._send(Arrive(group_id=self._group_id, seq=seq, round=number, ranks=ranks, rank=self._rank, blob=arrival))
         with self._changed:
             self._changed.wait_for(lambda: (seq, number) in self._answers or seq in self._aborted, launch.timeout_s)
-            answer = self._answers.pop((seq, number), None)  # it counts, even if an abort came after it
+            answer = self._answers.pop((seq, number), None)  # a complete answer counts, even if an abort follows it
             if answer is None and seq in self._aborted:
                 raise PlanAbortedError(detail="aborted in the consistency check")
             if answer is None:
                 raise CollectiveTimeoutError(
-                    detail="not everyone came to the consistency check", timeout_s=launch.timeout_s
+                    detail="some ranks did not arrive at the consistency check", timeout_s=launch.timeout_s
                 )
             self._aborted = {other for other in self._aborted if other >= seq}
             return answer
 
     def abort(self, seq: int) -> None:
-        """Wakes whoever waits in this launch, or will."""
+        """Ends the waits of a launch, also later ones."""
         with self._changed:
             self._aborted.add(seq)
             self._changed.notify_all()
 
     def arrived(self, seq: int, number: int, blobs: Sequence[bytes], *, more: bool = False) -> None:
-        """All have come; on the channel's thread, with the parts of an answer in their order."""
+        """Handles an answer, on the channel's thread; the parts of an answer arrive in order."""
         self._parts += blobs
         if more:
             return

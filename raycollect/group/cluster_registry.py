@@ -1,9 +1,9 @@
 """The records of declared groups, which any process of a Ray cluster can read.
 
-A record lies in Ray's internal key-value store from the declaration of a group to its end. It names the members and
-their controller, and holds no key; Ray is asked whether a member lives. Only the controller can ask what members do
-(P10): see `raycollect.Group.status`. A controller that dies leaves its records behind. A reader removes those whose
-process is gone, as far as Ray knows that.
+Ray's internal key-value store holds a record from the declaration of a group to its end. The record names the members
+and their controller, and holds no key. Readers get the states of members from Ray. Only the controller can query the
+members themselves (P10): see `raycollect.Group.status`. The records of a controller that dies stay in the store, until
+a reader removes them, if Ray reports the end of the controller's process.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ MOST_RECORD_NBYTES = 64 << 20
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 10.0
 POST_TIMEOUT_S = 1.0
-"""How long the store may take for a record; a process that ends waits for that."""
+"""How long the store may take for a record; a process that exits waits for it."""
 
 DEAD, RESTARTED, UNKNOWN = "DEAD", "RESTARTED", "UNKNOWN"
-"""States beside those of Ray: another process than the one that joined; an actor that Ray has forgotten."""
+"""States besides Ray's. RESTARTED: another process than the one that joined. UNKNOWN: Ray has no such actor."""
 
 GONE = (DEAD, RESTARTED, UNKNOWN)
 
@@ -45,7 +45,7 @@ _PREFIX = b"posted/"
 _log = logging.getLogger("raycollect")
 
 _posting = threads.pool("raycollect-post", 1)
-"""One thread, so that records arrive in order; the process ends after the last has arrived."""
+"""One thread, so that records arrive in order. The process exits after the last record has arrived."""
 
 
 class MemberRecord(Wire, frozen=True, kw_only=True):
@@ -55,25 +55,25 @@ class MemberRecord(Wire, frozen=True, kw_only=True):
     actor_id: str
     node_id: str
     pid: int  # the process that joined
-    # Ray's state of the actor when it was asked: "ALIVE", "DEAD", ...; or "RESTARTED": it lives in another
-    # process; "UNKNOWN": Ray has no such actor any more. Empty in what is posted
+    # Ray's state of the actor when the record is read: "ALIVE", "DEAD", ...; or RESTARTED, UNKNOWN. Empty in the
+    # store
     state: str = ""
     restarts: int = 0
     rank: int
 
 
 class GroupRecord(Wire, frozen=True, kw_only=True):
-    """A declared group, for processes that have no part in it."""
+    """A declared group, for processes that are not members."""
 
-    name: str  # its name, which is unique for its controller alone
-    group_id: str  # the nonce that tells groups of one name apart
+    name: str  # unique per controller
+    group_id: str  # a nonce, unique also among groups of one name
     backend: str
-    epoch: int  # how often it was rebuilt
+    epoch: int  # the number of rebuilds
     job_id: str  # the Ray job of its controller
-    actor_id: str  # the actor that the controller is; empty for a driver or task
+    actor_id: str  # the controller, if it is an actor; empty for a driver or task
     host: str  # the IP address of the controller's node
     pid: int  # the controller's process
-    since: float  # when it was declared, or rebuilt, in seconds since 1970
+    since: float  # the time of the declaration or rebuild, in seconds since 1970
     members: tuple[MemberRecord, ...]  # by rank
 
     @classmethod
@@ -91,14 +91,20 @@ class GroupRecord(Wire, frozen=True, kw_only=True):
             pid=os.getpid(),
             since=time(),
             members=tuple(
-                MemberRecord(rank=one.rank, actor=one.actor, actor_id=one.actor_id, node_id=one.node_id, pid=one.pid)
-                for one in membership.members
+                MemberRecord(
+                    rank=member.rank,
+                    actor=member.actor,
+                    actor_id=member.actor_id,
+                    node_id=member.node_id,
+                    pid=member.pid,
+                )
+                for member in membership.members
             ),
         )
 
     @classmethod
     def from_bytes(cls, record: bytes) -> GroupRecord | None:
-        """Reads a record; None for one of another version, or of another program."""
+        """Reads a record; None if it is of another version or another program."""
         try:
             return _RECORDS.decode(record) if len(record) <= MOST_RECORD_NBYTES else None
         except ProtocolError:
@@ -113,7 +119,7 @@ _RECORDS = Codec[GroupRecord](GroupRecord, "record of a group", version=4)
 
 
 def post(membership: Membership) -> None:
-    """Posts a declared group in another thread; there is no record if the store does not answer."""
+    """Posts a declared group in another thread; no record is posted if the store does not answer."""
     client = ray_internals.cluster_client()
     if client is not None:  # Ray runs here
         record = GroupRecord.of(membership).to_bytes()
@@ -121,7 +127,7 @@ def post(membership: Membership) -> None:
 
 
 def remove(membership: Membership) -> None:
-    """Removes a record in another thread; it stays until its controller ends if the store does not answer."""
+    """Removes a record in another thread. If the store does not answer, the record stays until its controller ends."""
     client = ray_internals.cluster_client()
     if client is not None and not membership.is_derived:
         _soon(membership, lambda key: client.internal_kv_del(key, False, _NAMESPACE, timeout=POST_TIMEOUT_S))
@@ -134,19 +140,19 @@ def _soon(membership: Membership, do: Callable[[bytes], object]) -> None:
         try:
             do(key)
         except (RayError, RuntimeError, OSError) as exc:
-            _log.info("what `raycollect status` says of group %r is out of date: %s", name, exc)
+            _log.info("`raycollect status` is out of date for group %r: %s", name, exc)
 
-    with contextlib.suppress(RuntimeError):  # this process is ending; readers remove its records
+    with contextlib.suppress(RuntimeError):  # this process is exiting; readers remove its records
         _posting.submit(threads.survives, try_it)
 
 
 def find_cluster(address: str | None = None) -> str:
-    """Finds the address ``"host:port"`` of a running cluster's global control store, which need not answer.
+    """Finds the address ``"host:port"`` of a running cluster's global control store, without connecting to it.
 
-    `address` is that, or ``"auto"``; None: `RAY_ADDRESS`, else the cluster that runs on this host.
+    `address` is such an address, or ``"auto"``; None: `RAY_ADDRESS`, else the cluster that runs on this host.
 
     Raises:
-        ConnectionError: None runs here, or several do, or the address makes no sense.
+        ConnectionError: No cluster runs on this host, or several do, or the address is invalid.
         RayClientError: The address is one of Ray Client.
     """
     named = address or os.environ.get("RAY_ADDRESS") or "auto"
@@ -159,10 +165,10 @@ def find_cluster(address: str | None = None) -> str:
 
 
 class ClusterReader:
-    """A reader of a running cluster. It is no driver: no job begins, and nothing is started.
+    """A reader of a running cluster. It starts no job and no process.
 
     Raises:
-        ConnectionError: Nothing answers at the address, or something else than Ray.
+        ConnectionError: No Ray cluster answers at the address.
     """
 
     def __init__(self, address: str) -> None:
@@ -181,26 +187,26 @@ class ClusterReader:
             raise ConnectionError(f"{address} refuses, or is not a Ray cluster of this version: {detail}") from exc
 
     def alive_nodes(self) -> int:
-        """Counts the nodes that live; ConnectionError: the cluster does not answer."""
+        """Counts the live nodes; ConnectionError: the cluster does not answer."""
         with self._answering():
             return sum(bool(node["Alive"]) for node in self._state.node_table())
 
     def groups(self, name: str | None = None) -> tuple[GroupRecord, ...]:
-        """The groups that are declared now, or those of one name; the oldest first, with their actors' states.
+        """The declared groups, or those of one name, with the states of their actors; the oldest first.
 
         Raises:
-            UnknownGroupError: There is none of that name.
+            UnknownGroupError: No group has that name.
             ConnectionError: The cluster does not answer.
         """
         with self._answering():
-            posted = sorted(self._posted(), key=lambda one: one.since)
-            chosen = [one for one in posted if name in (None, one.name)]
-            found = tuple(replace(one, members=tuple(map(self._as_it_is, one.members))) for one in chosen)
-        if name is not None and not found:
-            there = listed(map(shown, sorted({one.name for one in posted})))
+            posted = sorted(self._posted(), key=lambda record: record.since)
+            chosen = [record for record in posted if name in (None, record.name)]
+            records = tuple(replace(record, members=tuple(map(self._as_it_is, record.members))) for record in chosen)
+        if name is not None and not records:
+            there = listed(map(shown, sorted({record.name for record in posted})))
             detail = f"no process of {self.address} has declared it; there are {f'[{there}]' if there else 'none'}"
             raise UnknownGroupError(group_name=name, detail=detail)
-        return found
+        return records
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:
@@ -210,21 +216,21 @@ class ClusterReader:
             raise ConnectionError(f"the Ray cluster at {self.address} does not answer: {exc}") from exc
 
     def _posted(self) -> list[GroupRecord]:
-        found = []
+        records = []
         ended = {job["JobID"] for job in self._state.job_table() if job["IsDead"]}
         for key in self._client.internal_kv_keys(_PREFIX, _NAMESPACE, timeout=ANSWER_TIMEOUT_S):
             record = self._client.internal_kv_get(key, _NAMESPACE, timeout=ANSWER_TIMEOUT_S)
-            one = GroupRecord.from_bytes(record) if record else None  # it may have ended since
-            if one is not None and self._is_left_behind(one, ended):
+            group = GroupRecord.from_bytes(record) if record else None  # None: the group has ended
+            if group is not None and self._is_left_behind(group, ended):
                 self._client.internal_kv_del(key, False, _NAMESPACE, timeout=ANSWER_TIMEOUT_S)
-            elif one is not None:
-                found.append(one)
-        return found
+            elif group is not None:
+                records.append(group)
+        return records
 
-    def _is_left_behind(self, one: GroupRecord, ended: set[str]) -> bool:
-        if one.job_id in ended:  # no job, and no process of an actor, ever comes back
+    def _is_left_behind(self, group: GroupRecord, ended: set[str]) -> bool:
+        if group.job_id in ended:  # a job never restarts, nor does a process
             return True
-        return bool(one.actor_id) and _state_of(self._state.actor_table(one.actor_id), one.pid) in GONE
+        return bool(group.actor_id) and _state_of(self._state.actor_table(group.actor_id), group.pid) in GONE
 
     def _as_it_is(self, member: MemberRecord) -> MemberRecord:
         actor = self._state.actor_table(member.actor_id)
@@ -239,9 +245,9 @@ def _state_of(actor: Mapping[str, Any], pid: int) -> str:
 
 
 def summary(members: Sequence[MemberRecord]) -> str:
-    """What the states of its members mean for a group, in words."""
-    lost = [one.rank for one in members if one.state in GONE]
+    """The state of a group, by the states of its members, in words."""
+    lost = [member.rank for member in members if member.state in GONE]
     if lost:
         return f"broken: rank {listed(lost)} gone"
-    waiting = [one.rank for one in members if one.state != "ALIVE"]
+    waiting = [member.rank for member in members if member.state != "ALIVE"]
     return f"rank {listed(waiting)} not alive" if waiting else "all members alive"

@@ -1,15 +1,15 @@
 """One member's end of a communicator of its group.
 
-The driver's plans run on one that the members make when their controller has them join (`connect`); the controller
-numbers the launches. Members' own calls (`member_communicator`) are numbered by the ranks themselves, from the meeting
-in which they got in step (`coordinator_client.State`): all launches take all ranks of the communicator, so each counts
-them. First they meet at the coordinator. If all still have the backend's communicator of the last time, and it
-`resumes` (`Capabilities`), they go on with it, above the highest number that any of them has seen. Else the backend
-makes new ones, and all who have one meet again: a rank that leaves before that ends the forming for all, after it for
-nobody.
+The driver's plans run on a communicator that the members form when they join (`connect`); the controller numbers the
+launches. For members' own calls (`member_communicator`) the ranks number the launches themselves, from the meeting in
+which they got in step (`coordinator_client.CommunicatorState`): each launch includes all ranks of the communicator, so
+each rank counts alike. The ranks first meet at the coordinator. If all still have the same communicator of the backend,
+and the backend `resumes` (`Capabilities`), they keep it and number on from the highest number that any rank has used.
+Otherwise the backend makes new communicators, and the ranks meet again. A rank that leaves before this second meeting
+ends the forming for all ranks.
 
-What a rank did before it died counts: a launch that needs no more of it runs to its end, and only the next one hears of
-the death. Some backends see how far a rank came (`Communicator.lost`); the others get `LAST_S` to end well.
+A launch that needs nothing more of a dead rank still completes; the next launch fails. Some backends know how far the
+dead rank came (`Communicator.lost`); the others get `LAST_S` to complete the launch.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from raycollect.group.coordinator_client import (
     FORM,
     MADE,
     PRESENCES,
-    Call,
+    ActiveCall,
+    CommunicatorState,
     CoordinatorClient,
     CoordinatorRendezvous,
-    Position,
     Presence,
-    State,
+    RankPosition,
 )
 from raycollect.group.group_member import GroupMember
 
 LAST_S = 1.0
-"""How long a launch may go on after a rank's process has ended, if the backend does not see how far that came."""
+"""How long a launch may continue after a rank's death, if the backend can't locate the rank."""
 
 
 class GroupCommunicator:
-    """One member's end. Any thread may call `connect`, `refuse` and `close`.
+    """One member's end of a communicator. Any thread may call `connect`, `refuse` and `close`.
 
-    `client` has the state that messages change, and the lock of all of it. The coordinator's thread calls `received`,
-    `stop`, `departed`, `died` and `lost`.
+    `client` holds the state that messages change, and the lock that guards all state. The coordinator's thread calls
+    `received`, `stop`, `departed`, `died` and `lost`.
     """
 
     def __init__(self, member: GroupMember, name: str) -> None:
@@ -67,27 +67,27 @@ class GroupCommunicator:
         self._member = member
         self._lock = self.client.lock
         self._backend: Communicator | None = None
-        self._within: CallCommunicator | None = None  # the same as calls see it
-        self._resumes = False  # as `Capabilities` says of the backend
+        self._within: CallCommunicator | None = None  # the view that calls have of `_backend`
+        self._resumes = False  # see `Capabilities.resumes`
         self._dead: set[int] = set()  # the ranks whose processes have ended
-        self._stood = Position("", 0)  # how far this rank was when its last attempt failed
+        self._stood = RankPosition("", 0)  # the position at which this rank's last attempt failed
 
     @property
     def communicator(self) -> Communicator | None:
-        """The backend's communicator; None: there is none now."""
+        """The backend's communicator, or None."""
         return self._backend
 
     # ------------------------------------------------------------------------------------------ in step, out of step
 
-    def _get_in_step(self, call: Call) -> bool:
-        """Meets the other ranks, and makes the communicator; False: one gave up, so that all have to begin again."""
+    def _get_in_step(self, call: ActiveCall) -> bool:
+        """Meets the other ranks, and makes the communicator; False: a rank gave up, so all ranks begin again."""
         client = self.client
         self._leave(keep=self._resumes)
         with self._lock:
-            if client.state is not State.BROKEN:
-                client.state = State.FORMING
+            if client.state is not CommunicatorState.BROKEN:
+                client.state = CommunicatorState.FORMING
             client.epoch, client.cause, call.agreed = "", None, False
-            self._stood = Position(FORM, 0)
+            self._stood = RankPosition(FORM, 0)
             presence = Presence(secrets.token_hex(8), client.made_in, client.seq)
         client.meet(call, FORM, PRESENCES.encode(presence), call.deadline_s - time.monotonic())
         backend = self._backend if client.made_in else self._make(call)
@@ -100,27 +100,27 @@ class GroupCommunicator:
             self._tell_lost(rank)
         return True
 
-    def _make(self, call: Call) -> Communicator | None:
-        """Has the backend make a communicator, and waits until all ranks have one; None: one gave up."""
+    def _make(self, call: ActiveCall) -> Communicator | None:
+        """Has the backend make a communicator, and waits for the other ranks' communicators; None: a rank gave up."""
         client = self.client
         self._close(CLOSE_S)
         spec = communicator_init.spec_of(self._member.spec, self.name)
         capabilities = backends.get(spec.backend, spec.name)
-        made = communicator_init.form(client, call.deadline_s)
-        if made is None:
+        backend = communicator_init.form(client, call.deadline_s)
+        if backend is None:
             return None
         try:
             place, left_s = f"{MADE} {client.epoch}", call.deadline_s - time.monotonic()
-            client.meet(call, place, b"", left_s, lambda: client.state is State.OUT_OF_STEP)
+            client.meet(call, place, b"", left_s, lambda: client.state is CommunicatorState.OUT_OF_STEP)
         except BaseException as exc:
-            threads.bounded(made.close, CLOSE_S)
+            threads.bounded(backend.close, CLOSE_S)
             if isinstance(exc, PlanAbortedError):
                 return None
             raise
         with self._lock:
-            self._backend, client.made_in = made, client.epoch
+            self._backend, client.made_in = backend, client.epoch
             self._resumes = capabilities.resumes
-        return made
+        return backend
 
     def _leave(
         self,
@@ -130,19 +130,22 @@ class GroupCommunicator:
         between: bool = False,
         wait_s: float = CLOSE_S,
     ) -> None:
-        """Gets out of step; once tells the other ranks the error with which the launch under way failed.
+        """Gets out of step.
 
-        `keep`: the backend's communicator is for the next launches, too. `between` launches, the error says why there
-        will be no other. `wait_s`: how long it may wait for the backend.
+        Args:
+            error: Why the launch in progress failed, or why no launch follows; sent to the others once per epoch.
+            keep: Whether later launches may use the backend's communicator.
+            between: Whether no launch is in progress.
+            wait_s: How long to wait for the backend.
         """
         client, member = self.client, self._member
         with self._lock:
             epoch, seq = client.epoch, client.seq + between if client.formed else 0
             tells = error is not None and client.cause is None and epoch
             if client.formed:
-                self._stood, client.formed = Position(epoch, client.seq), False
-            if client.state is not State.BROKEN:
-                client.state = State.OUT_OF_STEP
+                self._stood, client.formed = RankPosition(epoch, client.seq), False
+            if client.state is not CommunicatorState.BROKEN:
+                client.state = CommunicatorState.OUT_OF_STEP
             if error is not None:
                 client.epoch = ""
         if not keep:
@@ -156,11 +159,11 @@ class GroupCommunicator:
                 rank=member.rank,
                 error=to_wire(error),
             )
-            with suppress(ConnectionLostError):  # the coordinator is gone, and so is the group
+            with suppress(ConnectionLostError):  # the coordinator has ended, and with it the group
                 member.send(drop)
 
     def _close(self, wait_s: float) -> None:
-        """Closes the backend's communicator, if there is one."""
+        """Closes the backend's communicator, if any."""
         with self._lock:
             backend, self._backend, self._within, self.client.made_in = self._backend, None, None, ""
         if backend is not None:
@@ -169,7 +172,7 @@ class GroupCommunicator:
     # ------------------------------------------------------------------------------------------ coordinator's thread
 
     def received(self, message: Message) -> None:
-        """A message of the coordinator for this communicator."""
+        """Handles a message of the coordinator for this communicator."""
         client = self.client
         if isinstance(message, Met) and message.error is not None:
             self._stop(from_wire(message.error), message.call)
@@ -185,7 +188,7 @@ class GroupCommunicator:
                 backend.abort(seq)
 
     def stop(self, error: RaycollectError) -> None:
-        """The group has ended here: ends the call under way with an error."""
+        """Ends the call in progress with an error, as this process has left the group."""
         self._stop(error, breaks=True)
 
     def _stop(self, error: RaycollectError, number: int = 0, *, breaks: bool = False) -> None:
@@ -200,7 +203,7 @@ class GroupCommunicator:
         self.client.fail(self._member.broken(self.ranks) or error)
 
     def departed(self, error: RaycollectError) -> None:
-        """A rank has departed. It has ended what it had begun and left the rest, so only forming has to stop."""
+        """Handles the departure of a rank. The rank has completed its launches, so only forming has to stop."""
         with self._lock:
             self._break(error)
             is_forming = not self.client.formed
@@ -208,17 +211,17 @@ class GroupCommunicator:
             self._stop(error)
 
     def died(self, rank: int, error: RaycollectError) -> None:
-        """The process of a rank has ended, perhaps that of rank 0, which coordinates but is not of this communicator.
+        """Handles the death of a rank; also of rank 0, the coordinator, if it is not a rank of this communicator.
 
-        What it did before counts: the call under way may yet end well. `error` is for one that fails.
+        The call in progress may still complete. `error` is the error of a call that fails.
         """
         with self._lock:
             self._dead.add(rank)
             self._break(error)
             is_idle = self.client.call is None
-            self.client.stop(error)  # no meeting can succeed any more
+            self.client.stop(error)  # no later meeting can succeed
         self._tell_lost(rank)
-        if is_idle:  # else that call closes the communicator, and lets go of the dead rank's memory
+        if is_idle:  # otherwise the call closes the communicator, and releases the dead rank's memory
             self._leave(wait_s=0.0)
 
     def _tell_lost(self, rank: int) -> None:
@@ -228,16 +231,16 @@ class GroupCommunicator:
             return
         if is_idle:
             backend.abort(0)
-        else:  # it may wait for the dead for ever; if it has ended by then, this changes nothing
+        else:  # the launch may wait for the dead rank forever; aborting a launch that has ended has no effect
             timers.soon_or_now(LAST_S, partial(backend.abort, seq))
 
     def close(self, error: RaycollectError, wait_s: float = 0.0) -> None:
-        """Ends the communicator for good; a call under way was stopped before. Waits for the backend so long."""
-        if not self.end(error):  # else the call under way closes it
+        """Closes the communicator; a call in progress has been stopped. Waits for the backend for at most `wait_s`."""
+        if not self.end(error):  # otherwise the call in progress closes it
             self._leave(error, between=True, wait_s=wait_s)
 
     def end(self, error: RaycollectError) -> bool:
-        """Lets no call begin any more. Returns whether one is under way."""
+        """Refuses later calls. Returns whether a call is in progress."""
         with self._lock:
             self._break(error)
             return self.client.call is not None
@@ -245,38 +248,38 @@ class GroupCommunicator:
     # ------------------------------------------------------------------------------------------ plans
 
     def connect(self, exchange: Exchange) -> RaycollectError | None:
-        """Makes the communicator of the driver's plans, which waits for the other members.
+        """Makes the communicator of the driver's plans; waits for the other members.
 
         Returns:
-            The error if that fails.
+            The error, or None.
         """
         client, member = self.client, self._member
         rendezvous = CoordinatorRendezvous(client)
         try:
-            made = communicator_init.make_communicator(member.spec, member.rank, rendezvous, exchange, member.host)
+            backend = communicator_init.make_communicator(member.spec, member.rank, rendezvous, exchange, member.host)
         except RaycollectError as exc:
             return kept(exc)
         with self._lock:
             if client.broken is None:
-                client.state, self._backend = State.OK, made
+                client.state, self._backend = CommunicatorState.OK, backend
                 return None
-        made.close()
+        backend.close()
         return self.why_none()
 
     def why_none(self) -> RaycollectError:
-        """Why there is no communicator for plans, or none any more."""
+        """The error of plans while this participant has no communicator."""
         broken = self.client.broken
         if broken is not None:
             return anew(broken)
         return GroupBrokenError(group_name=self._member.spec.name, detail="this participant never joined")
 
     def lost(self, rank: int) -> bool:
-        """A rank's process has ended. Returns False if the caller has to end the plans under way."""
+        """Handles the end of a rank's process. Returns False if the caller has to end the plans in progress."""
         backend = self._backend
         return backend is not None and backend.lost(rank)
 
     def refuse(self, reason: str) -> Communicator | None:
-        """Plans that begin from now on get no communicator, and hear why; returns what the caller has to close."""
+        """Refuses later plans with a reason. Returns the backend's communicator, which the caller has to close."""
         self.client.fail(GroupBrokenError(group_name=self._member.spec.name, detail=reason))
         with self._lock:
             backend, self._backend = self._backend, None

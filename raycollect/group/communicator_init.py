@@ -1,4 +1,4 @@
-"""How a communicator is formed: the backend's factory at work, and what it works with."""
+"""Forming a communicator: the call of the backend's factory, and its arguments."""
 
 from __future__ import annotations
 
@@ -19,20 +19,18 @@ from raycollect.group.coordinator_client import CHECK, CoordinatorClient, Coordi
 from raycollect.pos.segments import Segments
 
 CLOSE_S = 5.0
-"""How long a thread of the user's waits until a backend has released a communicator; that goes on aside."""
+"""How long a user's thread waits for a backend to release a communicator, which continues in a helper thread."""
 
 
 def form(client: CoordinatorClient, deadline_s: float) -> Communicator | None:
     """Has the backend's factory make the communicator for which the ranks have met; None: another rank gave up.
 
-    The factory can't be interrupted everywhere, so it runs in a thread that may be left behind.
+    Some factories can't be interrupted, so the factory runs in a helper thread that may be abandoned.
     """
     epoch = client.epoch
     exchange = CommunicatorExchange(client)
-    # The device is that of the thread that joins
-    making = threads.call_in_helper(
-        _make, client, exchange, CoordinatorRendezvous(client, deadline_s), current_device()
-    )
+    # The current device of the joining thread
+    making = threads.call_in_helper(_make, client, exchange, CoordinatorRendezvous(client, deadline_s), current_device())
     making.add_done_callback(lambda _: client.notify())
     try:
         is_made = client.wait_made(epoch, making.done, deadline_s)
@@ -65,13 +63,13 @@ def _make(
     spec = replace(spec, group_id=group_id, world_size=len(ranks), hosts=hosts)
     try:
         with on_device(device):
-            made = make_communicator(spec, ranks.index(member.rank), rendezvous, exchange, member.host)
+            communicator = make_communicator(spec, ranks.index(member.rank), rendezvous, exchange, member.host)
     except RaycollectError:
         raise
     except Exception as exc:  # noqa: BLE001 - the library is not ours
         raise threads.failed("forming the group", exc) from None
-    rendezvous.deadline_s = math.inf  # a library that connects on first use goes on asking
-    return made
+    rendezvous.deadline_s = math.inf  # a library that connects on first use still reads values
+    return communicator
 
 
 def spec_of(spec: GroupSpec, name: str) -> GroupSpec:
@@ -83,13 +81,13 @@ def spec_of(spec: GroupSpec, name: str) -> GroupSpec:
 def make_communicator(
     spec: GroupSpec, rank: int, rendezvous: Rendezvous, exchange: Exchange, host: str
 ) -> Communicator:
-    """Has a backend make the communicator of a rank; waits for the other ranks, and raises as backends do."""
+    """Has a backend make the communicator of a rank. Waits for the other ranks; raises the backend's errors."""
     create = backends.load(spec.backend, spec.name)
     return create(Joining(spec, rank, rendezvous, exchange, host, Segments.current()))
 
 
 class CommunicatorExchange:
-    """The `Exchange` of one backend's communicator: its ranks agree at the coordinator."""
+    """The `Exchange` of a backend's communicator, through the coordinator."""
 
     def __init__(self, client: CoordinatorClient) -> None:
         self.epoch: str = client.epoch
@@ -98,7 +96,7 @@ class CommunicatorExchange:
         self._aborted = 0
 
     def __call__(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
-        """Gives this rank's arrival and waits for all others'."""
+        """Sends this rank's arrival and waits for the arrivals of all ranks."""
         seq, number = self._round
         number = number + 1 if seq == launch.seq else 0
         self._round = (launch.seq, number)
@@ -111,13 +109,13 @@ class CommunicatorExchange:
 
         try:
             return client.meet(call, f"{CHECK} {self.epoch}/{launch.seq}/{number}", arrival, launch.timeout_s, halted)
-        except CollectiveTimeoutError as exc:  # backends number the communicator's ranks, the coordinator the group's
+        except CollectiveTimeoutError as exc:  # the coordinator uses the group's ranks, backends the communicator's
             exc.missing = tuple(map(client.ranks.index, exc.missing))
             raise
         except RaycollectError as exc:
             raise PlanAbortedError(detail="aborted in the consistency check") from exc
 
     def abort(self, seq: int) -> None:
-        """Wakes whoever waits in this launch, or will."""
+        """Ends the waits of a launch, also later ones."""
         self._aborted = max(self._aborted, seq)
         self._client.notify()

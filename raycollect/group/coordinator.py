@@ -1,20 +1,21 @@
 """The rules by which the members of a group meet for calls of their own. Pure: messages in, messages out.
 
-The coordinator runs in the controller of a declared group, or in rank 0 of one that its members made. A communicator,
-by its name in messages, is a set of ranks that all take part in each of its launches: ``"all"``, or ``"s>d"`` for what
-rank s sends to rank d. On that of the driver's plans, ``"plans"``, values are relayed, and nobody meets. The rules:
+The coordinator runs in the controller of a declared group, or in rank 0 of a group that its members formed. A
+communicator, by its name in messages, is a set of ranks that all take part in each of its launches: ``"all"``, or
+``"s>d"`` for the messages from rank s to rank d. On the communicator of the driver's plans, ``"plans"``, values are
+relayed, and ranks don't meet. The rules:
 
 1. On each communicator a rank waits at one *place* at a time: to form it, or for the agreement of one launch. When all
-   its ranks wait at the same place, each gets what all brought.
-2. A rank whose time is over ends the meeting for all who wait at its place, as a collective that has lost a rank can't
-   succeed; all hear of the same missing ranks. What any of them does next meets what the others do next.
-3. A rank that is out of step says so (`Drop`), so that the others do not wait for it in a launch.
-4. The coordinator tells all when a rank has died or departed, and tells again whoever meets on a communicator of that
-   rank.
-5. A rank that waits in a call for a rank that waits for it in a plan is denied (`Met` with an error): neither would
-   ever come. A rank that comes to that call later, and waits for long, is denied as well: the first one has given it
-   up. This holds once for each rank, and until the first one meets again, which may have been sent to the next call
-   already.
+   its ranks wait at the same place, each rank gets the values of all ranks.
+2. A rank that times out ends the meeting for all ranks at its place, as a collective without one of its ranks can't
+   succeed; all ranks get the same list of missing ranks. The next meetings of these ranks match again.
+3. A rank that is out of step sends `Drop`, so that the other ranks do not wait for it in a launch.
+4. The coordinator tells all ranks when a rank has died or departed, and repeats it to a rank that meets on a
+   communicator of that rank.
+5. A rank that waits in a call for a rank that waits for it in a plan is denied (`Met` with an error), as both would
+   wait forever. A rank that arrives at that call later, and waits for long, is denied as well, as the first rank has
+   given up the call. Each rank is denied once, and only until the first rank meets again: the other rank may already
+   be in the next call.
 """
 
 from __future__ import annotations
@@ -41,22 +42,22 @@ ALL = "all"
 """The communicator of collectives."""
 
 PLANS = "plans"
-"""That of the driver's plans. Its ranks only publish what they need to connect; the controller lets them meet."""
+"""The communicator of the driver's plans. Its ranks only publish values for connecting; they meet at the controller."""
 
-DEPARTED = "it has destroyed the group on its side"
-"""Why a member that lives is gone."""
+DEPARTED = "it has destroyed the group"
+"""The reason for the departure of a live member."""
 
 Orders = list[tuple[int, Message]]
-"""(rank, message): what to send, in order."""
+"""(rank, message) to send, in order."""
 
 
 def name_of_ranks(source: int, target: int) -> str:
-    """The communicator of what one rank sends to another."""
+    """The name of the communicator of one sender and one receiver."""
     return f"{source}>{target}"
 
 
 def ranks_of(name: str, world_size: int) -> tuple[int, ...]:
-    """The ranks of a communicator, ascending; ProtocolError: there is none of that name."""
+    """The ranks of a communicator, ascending; ProtocolError: no communicator has that name."""
     if name in (ALL, PLANS):
         return tuple(range(world_size))
     try:
@@ -77,16 +78,16 @@ class _Waiting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Refused:
-    """A call on a communicator that was denied."""
+    """A denied call on a communicator."""
 
     rank: int
     call: int
     error: dict[str, Any]
-    expected: set[int]  # the ranks that may still come to it
+    expected: set[int]  # the ranks that may still arrive at it
 
 
 class Coordinator:
-    """One group's meetings. For one thread at a time."""
+    """The meetings of one group. Not thread-safe."""
 
     def __init__(self, group_id: str, world_size: int, name: str = "") -> None:
         self._group_id = group_id
@@ -95,7 +96,7 @@ class Coordinator:
         self._waiting: dict[str, dict[int, _Waiting]] = {}
         self._gone: dict[int, Gone] = {}
         self._stuck: dict[int, Stuck] = {}
-        self._refused: dict[str, _Refused] = {}  # by communicator, the last one
+        self._refused: dict[str, _Refused] = {}  # communicator -> its last denied call
 
     @property
     def gone(self) -> tuple[int, ...]:
@@ -103,14 +104,14 @@ class Coordinator:
         return tuple(sorted(self._gone))
 
     def receive(self, rank: int, message: Message) -> Orders:
-        """A member's message. ProtocolError: it is unexpected, or of a communicator that the rank is not in."""
+        """Handles a member's message. ProtocolError: unexpected message, or the rank is not in the communicator."""
         handle = _HANDLERS.get(type(message))
         if handle is None:
             raise ProtocolError(detail=f"{type(message).__name__} is an unexpected message for a coordinator")
         return handle(self, rank, message)
 
     def lost(self, rank: int, detail: str) -> Orders:
-        """A member's connection has ended."""
+        """Handles the end of a member's connection."""
         return self._leave(rank, died=True, detail=detail)
 
     # ------------------------------------------------------------------------------------------ meetings
@@ -119,7 +120,7 @@ class Coordinator:
         ranks = self._ranks(rank, message.communicator)
         gone = [self._gone[other] for other in ranks if other in self._gone]
         if gone:
-            return [(rank, one) for one in gone]
+            return [(rank, departure) for departure in gone]
         refused = self._refused.get(message.communicator)
         if refused is not None and refused.rank == rank:
             del self._refused[message.communicator]
@@ -136,7 +137,7 @@ class Coordinator:
         waiting = self._waiting.get(message.communicator, {})
         mine = waiting.get(rank)
         if mine is None or mine.call != message.call:
-            return []  # it was answered already; the answer is on its way
+            return []  # the meeting was answered; the answer is in transit
         there = [other for other in ranks if other in waiting and waiting[other].place == mine.place]
         missing = [other for other in ranks if other not in there]
         leaving = there if message.timed_out else [rank]
@@ -149,7 +150,7 @@ class Coordinator:
     def _relay(self, rank: int, message: Drop | Publish | Answer) -> Orders:
         return [(other, message) for other in self._ranks(rank, message.communicator) if other != rank]
 
-    # ------------------------------------------------------------------------------------------ who is gone
+    # ------------------------------------------------------------------------------------------ departures
 
     def _depart(self, rank: int, message: Gone) -> Orders:
         return self._leave(rank, died=False, detail=DEPARTED)
@@ -160,13 +161,13 @@ class Coordinator:
         message = Gone(group_id=self._group_id, rank=rank, died=died, detail=detail)
         self._gone[rank] = message
         self._stuck.pop(rank, None)
-        for name in [name for name, one in self._refused.items() if one.rank == rank]:
+        for name in [name for name, refused in self._refused.items() if refused.rank == rank]:
             del self._refused[name]
         for name in [name for name in self._waiting if rank in ranks_of(name, self._world_size)]:
             del self._waiting[name]
         return [(other, message) for other in range(self._world_size) if other not in self._gone]
 
-    # ------------------------------------------------------------------------------------------ who waits for whom
+    # ------------------------------------------------------------------------------------------ deadlocks
 
     def _note(self, rank: int, message: Stuck) -> Orders:
         if not message.communicator and not message.seq:
@@ -190,7 +191,7 @@ class Coordinator:
             self._refused[name] = _Refused(rank=rank, call=call.call, error=error, expected=expected - {rank})
 
     def _late_denials(self) -> Orders:
-        """Denies those who wait in a call that another rank was denied."""
+        """Denies ranks that wait in a call of which another rank was denied."""
         orders: Orders = []
         for rank, call in self._stuck.items():
             refused = self._refused.get(call.communicator)
@@ -200,7 +201,7 @@ class Coordinator:
         return orders
 
     def _planner(self, caller: int, call: Stuck) -> int:
-        """A rank that a call waits for, and that waits in a plan which the caller has not begun; -1: none."""
+        """Returns a rank that a call waits for, and that waits in a plan which the caller has not started; -1: none."""
         for rank, other in self._stuck.items():
             if rank in call.ranks and not other.communicator and caller in other.ranks and other.seq > call.begun:
                 return rank

@@ -1,4 +1,4 @@
-"""The coordinator of a group that its members made: in rank 0, to which all others connect. Needs no Ray."""
+"""The coordinator of a group that its members formed: a server in rank 0, to which all others connect. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from raycollect.group.coordinator import Coordinator, Orders
 from raycollect.group.process_group import ProcessGroup
 
 FADING_S = 5.0
-"""How long the coordinator of a group that failed to form stays to tell late members of it, in seconds."""
+"""How long the coordinator of a group that failed to form stays, to report the failure to late members, in seconds."""
 
 MOST_FLUSH_S = 1.0
-"""How long rank 0 waits at most for what members take, in seconds: one that was stopped takes nothing."""
+"""How long rank 0 waits at most for members to read their messages, in seconds: a stopped process reads none."""
 
 _FLUSH_S = 0.0005
 
 
 def hello_of(spec: GroupSpec, rank: int, who: str) -> dict[str, Any]:
-    """What a member says to rank 0 of the group as it was told, and of itself."""
+    """The hello of a member to rank 0: its arguments for the group, and its name."""
     named = {"rank": rank, "world_size": spec.world_size, "backend": spec.backend, "who": who}
     return named | {"options": repr(spec.options)}
 
@@ -47,9 +47,9 @@ class CoordinatorServer:
     """Relays for the members of one group. It serves until the last of them, with rank 0, has left.
 
     Args:
-        host: Where it listens.
-        spec: The group as rank 0 was told; its id is made here.
-        who: What a person calls rank 0.
+        host: The address to listen on.
+        spec: Rank 0's arguments for the group; the server sets the id.
+        who: The name of rank 0 for a person.
     """
 
     def __init__(self, host: str, spec: GroupSpec, who: str) -> None:
@@ -58,9 +58,9 @@ class CoordinatorServer:
         self._coordinator = Coordinator(self.spec.group_id, spec.world_size, spec.name)
         self._process_group: ProcessGroup | None = None
         self._failed: RaycollectError | None = None
-        self._all_told = threading.Event()  # set when all who were to join know of the failure
+        self._all_notified = threading.Event()  # set when all other ranks know of the failure
         self._fading: Future[object] | None = None
-        self._told: set[tuple[str, str]] = set()  # (rank, who) of those who know that there is no group, or have left
+        self._notified: set[tuple[str, str]] = set()  # (rank, who) of members that know of the failure, or have left
         self._links: dict[int, Link] = {}
         self._who: dict[int, str] = {0: who}
         self._lock = threading.Lock()
@@ -68,29 +68,29 @@ class CoordinatorServer:
 
     @property
     def address(self) -> Address:
-        """Where the members connect."""
+        """The address to which the members connect."""
         return self._server.address
 
     def attach(self, process_group: ProcessGroup) -> None:
-        """Sets rank 0's own process group, which hears what has failed before."""
+        """Sets rank 0's own process group, and reports an earlier failure to it."""
         with self._lock:
             self._process_group = process_group
             if self._failed is not None:
                 process_group.lost(self._failed)
 
     def send(self, message: Message) -> None:
-        """Takes a message of rank 0 itself."""
+        """Handles a message of rank 0 itself."""
         with self._lock:
             self._deliver(self._coordinator.receive(0, message))
 
     def flush(self) -> None:
-        """Waits a moment until all messages are on their way; for rank 0, before it does what may hold the GIL."""
+        """Waits a moment until all messages are sent; for rank 0, before work that may hold the GIL."""
         until_s = time.monotonic() + MOST_FLUSH_S
         while any(link.queued_nbytes for link in list(self._links.values())) and time.monotonic() < until_s:
             time.sleep(_FLUSH_S)
 
     def leave(self) -> None:
-        """Rank 0 has destroyed the group on its side; the coordinator goes on for the others."""
+        """Handles the departure of rank 0; the coordinator keeps serving the others."""
         with self._lock:
             self._process_group = None
             self._deliver(
@@ -101,20 +101,20 @@ class CoordinatorServer:
             self._server.close()
 
     def fail(self, error: RaycollectError, fade: Callable[[], None] = lambda: None) -> None:
-        """The group can't form: tells all who have come, and who will come until it fades, when `fade` is called."""
+        """Reports to current and late members that the group can't form; calls `fade` before the server ends."""
         with self._lock:
             self._fail(error)
         self._fading = threads.call_in_helper(threads.survives, self._fade, fade)
 
     def end(self) -> None:
-        """Fades now; returns when nothing is left of it."""
-        self._all_told.set()
+        """Ends the server of a failed group now; returns when it has ended."""
+        self._all_notified.set()
         if self._fading is not None:
             self._fading.result()
 
     def _fade(self, fade: Callable[[], None]) -> None:
-        self._all_told.wait(FADING_S)
-        threads.survives(fade, place="taking back where rank 0 is")
+        self._all_notified.wait(FADING_S)
+        threads.survives(fade, place="removing the record of rank 0")
         self.close()
 
     def close(self) -> None:
@@ -127,14 +127,14 @@ class CoordinatorServer:
     # ------------------------------------------------------------------------------------------ server's thread
 
     def opened(self, link: Link) -> None:
-        """A member has connected, or another leader that checks whether this one lives."""
+        """Handles a connection of a member, or the liveness probe of another leader."""
         hello = link.hello
         with self._lock:
             if hello.get("probe"):
                 self._show(link)
                 return
-            if self.complete or _name(hello) in self._told:
-                link.close()  # it comes for the next group of this name, whose leader has not posted yet
+            if self.complete or _name(hello) in self._notified:
+                link.close()  # for the next group of this name, whose leader has not posted its address yet
                 return
             if self._failed is None:
                 problem = self._problem(hello)
@@ -148,38 +148,38 @@ class CoordinatorServer:
                 self._refuse(link, self._failed)
 
     def received(self, link: Link, message: Message) -> None:
-        """A member said something."""
+        """Handles a message of a member."""
         with self._lock:
             rank = self._rank_of(link)
             if rank < 0:
-                raise ProtocolError(detail=f"{type(message).__name__} from one who is no member")
+                raise ProtocolError(detail=f"{type(message).__name__} from a connection that is not a member's")
             self._deliver(self._coordinator.receive(rank, message))
 
     def closed(self, link: Link, reason: ChannelError) -> None:
-        """A connection has ended: its member has departed, or its process has ended."""
+        """Handles the end of a connection: its member has departed, or its process has ended."""
         with self._lock:
             rank = self._rank_of(link)
             if rank < 0:
                 return
             del self._links[rank]
-            self._told.add(_name(link.hello))  # it knows that it is not in the group any more
+            self._notified.add(_name(link.hello))  # this member knows that it has left the group
             try:
                 self._deliver(self._coordinator.lost(rank, reason.detail))
-            except Exception as exc:  # noqa: BLE001 - any: members wait
-                self._fail(threads.failed("telling who is gone", exc))
+            except Exception as exc:  # noqa: BLE001 - members wait for the report
+                self._fail(threads.failed("reporting a departed member", exc))
             idle = self._process_group is None and not self._links and self._failed is None
         if idle:
             self._server.close()
 
     def serve_data(self, link: DataLink) -> None:
-        """Serves nothing: tensors do not go through the coordinator."""
+        """Does nothing: tensors do not pass through the coordinator."""
 
     def _show(self, link: Link) -> None:
         if self._failed is None and not self.complete:
             link.send(Welcome(group_id=""))
         else:
             link.close()
-            self._all_told.set()  # the others find the next leader
+            self._all_notified.set()  # the other ranks follow the next leader
 
     def _problem(self, said: dict[str, Any]) -> str:
         rank, size, who = said.get("rank"), self.spec.world_size, said.get("who")
@@ -189,22 +189,22 @@ class CoordinatorServer:
                 there, here = f"rank {rank} ({who})", f"rank 0 ({self._who[0]})"
                 return f"{there} says that {name} is {shown(said.get(name))}, and {here} that it is {shown(mine[name])}"
         if not isinstance(rank, int) or not 0 <= rank < size:
-            return f"rank {rank} ({who}) is no rank of a group of {size}"
+            return f"rank {rank} ({who}) is not a rank of a group of {size}"
         return f"rank {rank} was taken twice: by {self._who[rank]} and by {who}" if rank in self._who else ""
 
     def _refuse(self, link: Link, error: RaycollectError) -> None:
-        self._told.add(_name(link.hello))
+        self._notified.add(_name(link.hello))
         with suppress(ConnectionLostError):
             link.send(Refused(error=to_wire(error)))
-        if len(self._told) >= self.spec.world_size - 1:
-            self._all_told.set()
+        if len(self._notified) >= self.spec.world_size - 1:
+            self._all_notified.set()
 
     def _fail(self, error: RaycollectError) -> None:
         if self._failed is not None:
             return
         self._failed = error
         if self.spec.world_size == 1:
-            self._all_told.set()
+            self._all_notified.set()
         for link in self._links.values():
             self._refuse(link, error)
         if self._process_group is not None:
@@ -214,9 +214,9 @@ class CoordinatorServer:
         return next((rank for rank, other in self._links.items() if other is link), -1)
 
     def _deliver(self, orders: Orders) -> None:
-        """Sends in order, under the lock, as no send here ever waits.
+        """Sends in order, under the lock, as these sends never wait.
 
-        Rank 0 comes last: what it does next may hold the GIL, and the others must have heard before that.
+        Rank 0 is last: its next work may hold the GIL, and the messages to the other ranks must be sent before.
         """
         for rank, message in orders:
             link = self._links.get(rank)

@@ -14,7 +14,7 @@ from raycollect.errors import MOST_S, InvalidGroupError, is_time_limit
 from raycollect.errors.text import as_name, listed, not_a_name, shown
 from raycollect.group import pg_options as options
 from raycollect.group.membership import DEFAULT_TIMEOUT_S, MEMBERS_TIMEOUT_S, on_backend
-from raycollect.group.rank_table import ENVIRONMENT_VARIABLE, Place, RankTable, assign
+from raycollect.group.rank_table import ENVIRONMENT_VARIABLE, ActorPlacement, RankTable, assign
 from raycollect.ray_bridge import ray_internals
 from raycollect.ray_bridge.driver_handle import is_handle
 
@@ -24,16 +24,16 @@ class Declaration:
     """The checked arguments of `declare_collective_group`."""
 
     name: str
-    backend: str  # a backend's name in its one spelling, or "auto"
-    actors: tuple[Any, ...]  # the actor handles by rank; in the order given where `is_by_rank` is False
+    backend: str  # the canonical name of a backend, or "auto"
+    actors: tuple[Any, ...]  # the actor handles by rank; in the given order if not `is_by_rank`
     timeout_s: float = DEFAULT_TIMEOUT_S  # how long to wait for all members, in seconds
-    # How long ranks wait for each other in the driver's calls that do not say, in seconds
+    # How long ranks wait for each other in the driver's calls by default, in seconds
     plan_timeout_s: float = DEFAULT_TIMEOUT_S
-    call_timeout_s: float = MEMBERS_TIMEOUT_S  # the same in the members' own calls
+    call_timeout_s: float = MEMBERS_TIMEOUT_S  # the same for the members' own calls
     options: tuple[tuple[str, Any], ...] = ()  # `GroupSpec.options`
     rank_table: RankTable | None = None
-    rank_table_from: str = ""  # where the rank table is from, for a message
-    is_by_rank: bool = True  # whether the actors are; else the rank table is yet to say their ranks
+    rank_table_from: str = ""  # the origin of the rank table, for a message
+    is_by_rank: bool = True  # whether `actors` is by rank; otherwise the rank table assigns the ranks
 
     @classmethod
     def of(
@@ -50,7 +50,7 @@ class Declaration:
         rank_table: Any = None,
         environ: Mapping[str, str] = os.environ,
     ) -> Declaration:
-        """Checks the arguments; InvalidGroupError has every reason."""
+        """Checks the arguments; InvalidGroupError lists every problem."""
         problems = [*_actor_problems(actors), *_rank_problems(actors, world_size, ranks, backend)]
         for what, value in (("group_name", group_name), ("backend", backend)):
             if wrong := not_a_name(value):
@@ -83,25 +83,25 @@ class Declaration:
         )
 
     def over(self, actors: Sequence[Any] | None, timeout_s: float) -> Declaration:
-        """The same group over other actors, by rank; None: the same ones. Raises InvalidGroupError as `of`."""
+        """The same group over other actors, by rank; None: over the same actors. Raises InvalidGroupError as `of`."""
         problems = [] if actors is None else _actor_problems(actors)
         if not is_time_limit(timeout_s):
             problems.append(f"timeout_s is {shown(timeout_s)}, not a positive number of seconds, at most {MOST_S:g}")
         if problems:
             raise InvalidGroupError(group_name=self.name, detail=listed(problems, "; "))
-        found = self.actors if actors is None else tuple(actors)
-        table = self.rank_table if found == self.actors else None  # it tells of the devices of these
-        return replace(self, actors=found, timeout_s=float(timeout_s), rank_table=table)
+        handles = self.actors if actors is None else tuple(actors)
+        table = self.rank_table if handles == self.actors else None  # the table describes the devices of the old actors
+        return replace(self, actors=handles, timeout_s=float(timeout_s), rank_table=table)
 
     def ranked(self, infos: Sequence[dict[str, Any]]) -> tuple[Member, ...]:
-        """Makes the members, by rank, of the fields of `Member` that each actor gave.
+        """Makes the members, by rank, from the fields of `Member` that each actor returned.
 
         Raises:
-            InvalidGroupError: The actors are not where the rank table wants them.
+            InvalidGroupError: The rank table does not fit the nodes and devices of the actors.
         """
         ranks: Sequence[int] = range(len(infos))
         if self.rank_table is not None and not self.is_by_rank:
-            places = [Place.of(one["node_id"], dict(one["accelerators"]), one["actor"]) for one in infos]
+            places = [ActorPlacement.of(info["node_id"], dict(info["accelerators"]), info["actor"]) for info in infos]
             try:
                 ranks = assign(self.rank_table, places, group_name=self.name)
             except InvalidGroupError as exc:
@@ -111,7 +111,7 @@ class Declaration:
         return tuple(sorted(members, key=lambda member: member.rank))
 
     def spec(self, group_id: str, backend: str) -> GroupSpec:
-        """The group, once its backend is chosen."""
+        """The spec of the group, with the chosen backend."""
         given = dict(self.options)
         if self.rank_table is not None and backends.get(backend).chip_map:
             given.setdefault("chip_map", self.rank_table.chip_map)
@@ -144,7 +144,7 @@ def _rank_problems(actors: Any, world_size: Any, ranks: Any, backend: Any) -> li
     if not isinstance(actors, (list, tuple)):
         return []
     if isinstance(world_size, str) and ranks is None and not backends.is_known(world_size):
-        said = "here, as in ray.util.collective, the world size stands"
+        said = "as in ray.util.collective, this argument is the world size"
         return [f"world_size is {world_size!r}: {said}; a name is given as group_name={world_size!r}"]
     if isinstance(world_size, str):
         name = f", group_name={ranks!r}" if isinstance(ranks, str) else ""
@@ -153,7 +153,7 @@ def _rank_problems(actors: Any, world_size: Any, ranks: Any, backend: Any) -> li
         call = f"create_collective_group(actors, backend={world_size!r}{name})"
         return [f"world_size is {world_size!r}: {said}; {here}. Call {call}"]
     problems = []
-    is_number = isinstance(world_size, Integral) and not isinstance(world_size, bool)  # numpy's are numbers, too
+    is_number = isinstance(world_size, Integral) and not isinstance(world_size, bool)  # also numpy's integers
     if world_size is not None and not (is_number and world_size == len(actors)):
         problems.append(f"world_size is {shown(world_size)}, but there are {len(actors)} actors")
     if ranks is not None and not _is_permutation(ranks, len(actors)):
@@ -171,7 +171,7 @@ def _is_permutation(ranks: Any, count: int) -> bool:
 def _rank_table(
     actors: Any, ranks: Any, rank_table: Any, environ: Mapping[str, str], problems: list[str]
 ) -> tuple[RankTable | None, str]:
-    """The table that says the ranks, and where it is from; the environment may name one."""
+    """The rank table and its origin; the environment may name a table."""
     source = "the argument rank_table"
     try:
         if rank_table is not None:
@@ -187,7 +187,7 @@ def _rank_table(
     if table is None:
         return None, ""
     if ranks is not None:
-        problems.append("ranks and rank_table both say the ranks: give one of them")
+        problems.append("ranks and rank_table both specify the ranks: pass one of them")
     if isinstance(actors, (list, tuple)) and actors and table.world_size != len(actors):
         problems.append(f"the rank table is of {table}, but there are {len(actors)} actors; it is from {source}")
     return table, source

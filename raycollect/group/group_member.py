@@ -1,4 +1,4 @@
-"""One member's view of its group: who is in it, who is gone, and how messages reach the coordinator."""
+"""One member's view of its group: its members, the dead and departed ones, and the way to the coordinator."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class GroupMember:
     Attributes:
         spec: The group.
         rank: This process's rank.
-        members: What a person calls each rank, in rank order; empty: unknown.
-        send: Sends a message to the coordinator; raises ConnectionLostError if that is gone.
+        members: The name of each rank for a person, in rank order; empty: unknown.
+        send: Sends a message to the coordinator; raises ConnectionLostError if the coordinator has ended.
         host: The address on which backends listen.
-        flush: Waits a moment until all that the coordinator has said is on its way, if that is in this process.
+        flush: Waits a moment until the coordinator has sent its messages, if the coordinator is in this process.
         tracer: Whether calls are recorded.
     """
 
@@ -45,20 +45,20 @@ class GroupMember:
         self._gone: dict[int, Gone] = {}
 
     def actor(self, rank: int) -> str:
-        """What a person calls the actor of a rank; empty: unknown."""
+        """The name of a rank's actor for a person; empty: unknown."""
         return self.members[rank] if 0 <= rank < len(self.members) else ""
 
     def describe(self, rank: int) -> str:
-        """What a person calls a rank: ``rank 1 (Worker(3f2a91))``."""
-        known = self.actor(rank)
-        return f"rank {rank} ({known})" if known else f"rank {rank}"
+        """The name of a rank for a person: ``rank 1 (Worker(3f2a91))``."""
+        actor = self.actor(rank)
+        return f"rank {rank} ({actor})" if actor else f"rank {rank}"
 
     def end(self, error: RaycollectError) -> None:
-        """The group has ended here; the first error counts."""
+        """Notes that this process has left the group; the first error counts."""
         self._ended = self._ended or error
 
     def lose(self, gone: Gone) -> RaycollectError:
-        """Notes that a rank is gone; returns the error of calls that need it."""
+        """Notes that a rank has died or departed; returns the error of calls that need it."""
         self._gone[gone.rank] = gone
         if not gone.died:
             return GroupBrokenError(
@@ -68,7 +68,7 @@ class GroupMember:
         return ParticipantDiedError(rank=gone.rank, actor=self.actor(gone.rank), detail=detail)
 
     def broken(self, ranks: Sequence[int]) -> RaycollectError | None:
-        """Why these ranks can't communicate any more; None if they can."""
+        """The error if these ranks can't communicate any more, or None."""
         ended = self._ended
         if isinstance(ended, FaultError):
             return GroupBrokenError(group_name=self.spec.name, detail=f"{self.describe(ended.rank)}: {ended.detail}")

@@ -1,12 +1,12 @@
-"""What moving bytes costs on this system: the file that `raycollect bench --calibrate` writes, read for the planner.
+"""The cost of moving bytes on this system: the file that `raycollect bench --calibrate` writes, read for the planner.
 
 ::
 
     {"version": 1,
      "links": [{"place": "inside", "backend": "shm", "latency_s": 1.4e-05, "bandwidth": 5.1e9, "how": "measured: ..."}]}
 
-The file is the one that `RAYCOLLECT_COSTS` names, else ``raycollect/costs.json`` under `XDG_CONFIG_HOME`, which is
-``~/.config`` where it is not set. What it does not hold keeps its default.
+The file is that of `RAYCOLLECT_COSTS`, else ``raycollect/costs.json`` under `XDG_CONFIG_HOME`, by default
+``~/.config``. Links that the file lacks have default costs.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from raycollect.planner.topology import BETWEEN, INSIDE, Link
 ENVIRONMENT_VARIABLE = "RAYCOLLECT_COSTS"
 
 FILE = "from the file"
-"""`Link.source` of what the file of costs says."""
+"""`Link.source` of links from the file."""
 
 VERSION: Literal[1] = 1
 
 MOST_NBYTES = 1 << 20
 """The longest file, in bytes."""
 
-_MOST_TEXT = 1000  # characters of what is wrong with a file
+_MOST_TEXT = 1000  # characters of an error in a file
 
 Distance = Literal["inside", "between"]
 
 PLACES: dict[Distance, tuple[str, ...]] = {"inside": ("shm", "tcp"), "between": ("tcp",)}
-"""Whether two ranks are on one host or on two -> the backends whose link counts for it, best first."""
+"""Whether two ranks are on one host or on two -> the backends whose measurement counts, best first."""
 
 _DEFAULTS: dict[Distance, Link] = {"inside": INSIDE, "between": BETWEEN}
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """One link between ranks on one host or on two, over a backend; `how` says where its numbers are from."""
+class MeasuredLink(msgspec.Struct, frozen=True, kw_only=True):
+    """One link between ranks on one host or on two, over a backend; `how` is the origin of its numbers."""
 
     place: Distance
     backend: str
@@ -63,38 +63,38 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 class _File(msgspec.Struct):
     version: Literal[1]
-    links: list[Measured]
+    links: list[MeasuredLink]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What the planner reckons with: the link between ranks of one host, that between hosts, and all of the file."""
+    """The planner's costs: of links inside a host and between hosts, and all links of the file."""
 
     inside: Link = INSIDE
     between: Link = BETWEEN
-    measured: tuple[Measured, ...] = ()
+    measured: tuple[MeasuredLink, ...] = ()
 
     @classmethod
-    def of(cls, measured: Iterable[Measured]) -> Costs:
-        """Takes for each place the first of its backends that was measured, else the default."""
+    def of(cls, measured: Iterable[MeasuredLink]) -> Costs:
+        """Takes for each place the first of its backends that was measured, or the default."""
         links = tuple(measured)
-        found = {(one.place, one.backend): one.link for one in links}
+        by_backend = {(link.place, link.backend): link.link for link in links}
         chosen = {
-            place: next((found[place, name] for name in names if (place, name) in found), _DEFAULTS[place])
+            place: next((by_backend[place, name] for name in names if (place, name) in by_backend), _DEFAULTS[place])
             for place, names in PLACES.items()
         }
         return cls(inside=chosen["inside"], between=chosen["between"], measured=links)
 
 
-def given(*, latency_s: float, bandwidth: float) -> Measured:
-    """The link between hosts as a user knows it, in seconds and bytes per second."""
+def given(*, latency_s: float, bandwidth: float) -> MeasuredLink:
+    """A link between hosts with a user's numbers, in seconds and bytes per second."""
     how = "given by hand, not measured"
-    return Measured(place="between", backend="tcp", latency_s=latency_s, bandwidth=bandwidth, how=how)
+    return MeasuredLink(place="between", backend="tcp", latency_s=latency_s, bandwidth=bandwidth, how=how)
 
 
-def table(measured: Iterable[Measured]) -> list[str]:
-    """The measured links, and the defaults for the others, as the lines of a table."""
-    rows = [(one.place, one.backend, one.link, one.how) for one in measured]
+def table(measured: Iterable[MeasuredLink]) -> list[str]:
+    """The measured links, and the defaults of the others, as the lines of a table."""
+    rows = [(link.place, link.backend, link.link, link.how) for link in measured]
     there = {place for place, *_ in rows}
     rows += [(place, "", link, "the default") for place, link in _DEFAULTS.items() if place not in there]
     head = f"{'hosts':<8} {'over':<6} {'latency':>10} {'bandwidth':>12}  how"
@@ -105,7 +105,7 @@ def table(measured: Iterable[Measured]) -> list[str]:
 
 
 def default_path(environ: Mapping[str, str] = os.environ) -> Path:
-    """The file that `RAYCOLLECT_COSTS` names, else the one in the user's configuration."""
+    """The file that `RAYCOLLECT_COSTS` names, or the file in the user's configuration."""
     named = environ.get(ENVIRONMENT_VARIABLE)
     if named:
         return Path(named)
@@ -113,13 +113,13 @@ def default_path(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def looked_up(environ: Mapping[str, str] = os.environ) -> tuple[Path, bool, bool]:
-    """The file, whether `RAYCOLLECT_COSTS` names it, and whether it is to be read: a file that is named has to be."""
+    """Returns the file, whether `RAYCOLLECT_COSTS` names it, and whether to read it: a named file must exist."""
     path, is_named = default_path(environ), bool(environ.get(ENVIRONMENT_VARIABLE))
-    return path, is_named, is_named or os.path.exists(path)  # noqa: PTH110 - `Path.exists` raises where it may not look
+    return path, is_named, is_named or os.path.exists(path)  # noqa: PTH110 - `Path.exists` raises without permission
 
 
 def current(environ: Mapping[str, str] = os.environ) -> Costs:
-    """Reads the file; the defaults if there is none, or, with a warning, if that at the default place can't be used.
+    """Reads the file. Returns the defaults if it does not exist, or, with a warning, if the default file can't be used.
 
     Raises:
         InvalidArgumentError: The file that `RAYCOLLECT_COSTS` names can't be used.
@@ -133,34 +133,34 @@ def current(environ: Mapping[str, str] = os.environ) -> Costs:
         if is_named:
             raise
         (violation,) = exc.violations
-        warnings.warn(f"{violation.field} is {violation.found}: the defaults stand", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"{violation.field} is {violation.found}: the defaults are used", RuntimeWarning, stacklevel=2)
         return Costs()
 
 
 def read(path: str | os.PathLike[str], *, source: str = "the file of costs") -> Costs:
-    """Reads a file of costs; `source` is what named it.
+    """Reads a file of costs; `source` is the origin of the path, for messages.
 
     Raises:
-        InvalidArgumentError: It can't be read, or holds something else.
+        InvalidArgumentError: The file can't be read, or has other contents.
     """
     try:
         return Costs.of(msgspec.convert(files.read_json(path, MOST_NBYTES), _File).links)
     except OSError as exc:
-        found = f"a file that can't be read ({exc.strerror})"
-    except (ValueError, OverflowError) as exc:  # msgspec's are ValueErrors, too
-        found = f"not a file of costs ({str(exc)[:_MOST_TEXT]})"
+        actual = f"a file that can't be read ({exc.strerror})"
+    except (ValueError, OverflowError) as exc:  # also msgspec's errors
+        actual = f"not a file of costs ({str(exc)[:_MOST_TEXT]})"
     violation = Violation(
         kind="argument",
         rank=-1,
         field=f"{source} {os.fspath(path)!r}",
-        found=found,
+        found=actual,
         expected="what `raycollect bench --calibrate` writes",
     )
     raise refusal("costs", "", (violation,)) from None
 
 
-def write(path: str | os.PathLike[str], measured: Iterable[Measured]) -> None:
-    """Writes a file of costs whole or not at all, and makes its folder; OSError: it can't be written."""
+def write(path: str | os.PathLike[str], measured: Iterable[MeasuredLink]) -> None:
+    """Writes a file of costs atomically, and makes its folder; OSError: the file can't be written."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     document = msgspec.to_builtins(_File(version=VERSION, links=list(measured)))

@@ -1,18 +1,18 @@
 """A communicator on which a member makes its own calls.
 
-What ends an attempt of a call, and what follows:
+The ends of an attempt of a call, and their consequences:
 
 =====================================================  ====================================================
 all ranks agreed and the kernels ran                   the ranks stay in step
-all ranks were refused by the agreement                they stay in step; the call raises
-this rank's time is over before all agreed             it is out of step and raises
-a signal interrupts this rank, as Ctrl-C does          it is out of step; the others wait for its next call
-another rank gave up or failed, while this one waited  it is out of step and raises the same
-another rank had left before this one came             it is out of step, and waits where that rank comes next
+the agreement refused all ranks                        the ranks stay in step; the call raises
+this rank times out before all agreed                  this rank is out of step and raises
+a signal interrupts this rank, as Ctrl-C does          this rank is out of step; the others wait for its next call
+another rank gave up or failed, while this one waited  this rank is out of step and raises the same error
+another rank had left before this rank arrived         this rank is out of step; it waits at that rank's next place
 a rank died or departed before its part                the communicator is broken; the call raises
-the coordinator denied it: the others wait in a plan   it is out of step and raises
-another thread came before all had agreed              it is out of step and begins again, to be refused by all
-another thread came in the moment in which all agreed  it is out of step and refused; no kernel has begun here
+the coordinator denied it: the others wait in a plan   this rank is out of step and raises
+another thread calls before all have agreed            this rank is out of step and repeats, for all to refuse
+another thread calls while the last rank agrees        this rank is out of step and refused; no kernel has begun
 =====================================================  ====================================================
 """
 
@@ -45,7 +45,7 @@ from raycollect.errors import (
 )
 from raycollect.group.call_queue import Callers, CallQueue
 from raycollect.group.communicator import GroupCommunicator
-from raycollect.group.coordinator_client import CAUSE_S, CHECK, Call, Position, State
+from raycollect.group.coordinator_client import CAUSE_S, CHECK, ActiveCall, CommunicatorState, RankPosition
 from raycollect.group.group_member import GroupMember
 from raycollect.group.watchdog import Watchdog
 from raycollect.observe import Label, Place
@@ -54,17 +54,17 @@ from raycollect.observe.trace import CALL
 _Result = TypeVar("_Result")
 
 Attempt = Callable[[Communicator, int], Outcome]
-"""Runs a call once: with a communicator whose ranks are the group's, as the launch of this number."""
+"""Runs a call once, with a communicator addressed by the group's ranks, as the launch of this number."""
 
 Objection = Callable[[Violation], Attempt]
-"""Gives what takes part in the agreement instead of a call, only to tell all ranks what is wrong with it."""
+"""Returns an attempt that only reports a violation to all ranks, in the agreement of a call."""
 
 WatchWait = Callable[["MemberCommunicator", str], AbstractContextManager[Any]]
-"""Around a call that blocks a thread: (its communicator, its op)."""
+"""(communicator, op) -> a context around a call that blocks a thread."""
 
 
 class MemberCommunicator(GroupCommunicator):
-    """One with the calls that run on it. Any thread may call `run` and `start`, one call at a time."""
+    """A communicator with its calls. Any thread may call `run` and `start`, one call at a time."""
 
     def __init__(self, member: GroupMember, name: str, watchdog: Watchdog, watch: WatchWait) -> None:
         super().__init__(member, name)
@@ -72,23 +72,23 @@ class MemberCommunicator(GroupCommunicator):
         self._watch = watch
         self._callers = Callers(member.rank)
         self._queue = CallQueue(name, partial(getattr, self.client, "broken"))
-        self._in_use = threading.Lock()  # held by the call that uses the communicator
-        self._objecting: Violation | None = None  # what the attempt under way tells the others, instead of its call
+        self._in_use = threading.Lock()  # held by the call in progress
+        self._objecting: Violation | None = None  # reported by the attempt in progress instead of its call
 
     def end(self, error: RaycollectError) -> bool:
-        """Lets no call begin any more. Returns whether one is under way."""
+        """Refuses later calls. Returns whether a call is in progress."""
         self._queue.close()
         return super().end(error)
 
     def run(self, op: str, attempt: Attempt, timeout_s: float, object_to: Objection | None = None) -> Outcome:
-        """Runs a call, in this thread or behind those that were started before; the table above says when it raises.
+        """Runs a call, in this thread or after the calls started before; see the table above.
 
-        `object_to` refuses it if another thread calls meanwhile; if that is left out, it is never refused.
+        `object_to` refuses the call if another thread calls meanwhile; None: the call is never refused.
 
         Raises:
             RefusedError: The agreement refused all ranks; no tensor was touched.
-            GroupBrokenError: A rank of the communicator is gone, or this end of the group is.
-            FaultError: A rank did not come in time, died or failed.
+            GroupBrokenError: A rank of the communicator has died or departed, or this process has left the group.
+            FaultError: A rank timed out, died or failed.
         """
         with self._watch(self, op):
             thread = self._enter(op)
@@ -105,12 +105,12 @@ class MemberCommunicator(GroupCommunicator):
         try:
             run = partial(self._run, op, attempt, timeout_s, object_to)
             return self._queue.submit(run, partial(self._callers.leave, thread))
-        except RuntimeError:  # the process has no more threads to give
+        except RuntimeError:  # no more threads can be started
             self._callers.leave(thread)
             raise
 
     def _enter(self, op: str) -> int:
-        """Notes a call of this thread. If another thread's call has not ended, that begins again, to be refused too."""
+        """Notes a call of this thread. Restarts the call in progress of another thread, for all ranks to refuse it."""
         if self._callers.enter(op):
             with self._lock:
                 backend, seq, call = self._backend, self.client.seq, self.client.call
@@ -133,16 +133,18 @@ class MemberCommunicator(GroupCommunicator):
                 ring.ended(CALL, op, since_s, 0, Label(op, spec.group_id, rank, len(self.ranks)))
 
     def confer(self, op: str, blob: bytes, timeout_s: float) -> Sequence[bytes]:
-        """Exchanges a blob with all ranks, in rank order, before anything is formed; raises as `run`."""
+        """Exchanges a blob with all ranks, in rank order, without a backend's communicator; raises as `run`."""
 
-        def meet(call: Call) -> Sequence[bytes]:
-            self._stood = Position(op, 0)
+        def meet(call: ActiveCall) -> Sequence[bytes]:
+            self._stood = RankPosition(op, 0)
             return self.client.meet(call, op, blob, timeout_s)
 
         return self._under_way(op, timeout_s, time.monotonic(), meet)
 
-    def _under_way(self, op: str, timeout_s: float, since_s: float, run: Callable[[Call], _Result | None]) -> _Result:
-        """Runs a call until it gives a result."""
+    def _under_way(
+        self, op: str, timeout_s: float, since_s: float, run: Callable[[ActiveCall], _Result | None]
+    ) -> _Result:
+        """Repeats attempts of a call until one has a result."""
         client = self.client
         with self._in_use:
             try:
@@ -153,22 +155,22 @@ class MemberCommunicator(GroupCommunicator):
                 while True:
                     if client.broken is not None:
                         raise anew(call.stop or client.broken)
-                    if (found := run(call)) is not None:
-                        return found
+                    if (result := run(call)) is not None:
+                        return result
             except RaycollectError as exc:
                 raise self._located(exc, op, timeout_s) from exc.__cause__
             finally:
                 with self._lock:
                     client.call = None
                 if client.broken is not None:
-                    self._leave()  # for good: keep no memory of the dead
+                    self._leave()  # releases the memory of dead ranks
 
-    def _attempt(self, attempt: Attempt, object_to: Objection | None, call: Call) -> Outcome | None:
-        """Runs a call once; None: the others had left before this rank came, so that it has to run again."""
+    def _attempt(self, attempt: Attempt, object_to: Objection | None, call: ActiveCall) -> Outcome | None:
+        """Runs a call once; None: the others had left before this rank arrived, so the call has to run again."""
         client = self.client
         try:
             with self._lock:
-                in_step = client.state is State.OK
+                in_step = client.state is CommunicatorState.OK
                 self._objecting = self._callers.conflict if object_to is not None else None
             if not in_step and not self._get_in_step(call):
                 return None
@@ -189,7 +191,7 @@ class MemberCommunicator(GroupCommunicator):
         except Exception as exc:
             self._leave(unforeseen := InternalError(detail=threads.cause_of(exc)))
             raise anew(unforeseen) from exc
-        except BaseException as exc:  # a signal: the others wait for the next call of this rank
+        except BaseException as exc:  # a signal: the other ranks wait for the next call of this rank
             self._leave(PlanAbortedError(detail=f"it was interrupted: {threads.cause_of(exc)}"))
             raise
         if (failure := outcome.error) is None:
@@ -200,42 +202,42 @@ class MemberCommunicator(GroupCommunicator):
         self._fail(call, failure, agreed)
         return None
 
-    def _fail(self, call: Call, failure: RaycollectError, agreed: bool) -> None:
-        """Leaves the launch that has failed, and raises its cause; returns where the call has to run again."""
+    def _fail(self, call: ActiveCall, failure: RaycollectError, agreed: bool) -> None:
+        """Leaves a failed launch, and raises the cause; returns if the call has to run again."""
         leave = partial(self._leave, keep=self._resumes and not isinstance(failure, GroupBrokenError | InternalError))
         if not isinstance(failure, PlanAbortedError) and (agreed or not isinstance(failure, GroupBrokenError)):
             leave(failure)
         raised = self._explained(call, failure, agreed)
         if call.restarts:
-            leave(raised or PlanAbortedError(detail=f"it begins again, to be refused: {self._callers.conflict}"))
-        # Denied, or the connection to a rank that has said nothing: only this rank knows of it
+            leave(raised or PlanAbortedError(detail=f"it restarts, to be refused: {self._callers.conflict}"))
+        # Denied, or the connection to a rank has ended without a message: only this rank knows the error
         leave(raised if isinstance(raised, RefusedError | GroupBrokenError | PlanAbortedError) else None)
         if raised is not None:
             raise anew(raised)
 
-    def _explained(self, call: Call, error: RaycollectError, agreed: bool) -> RaycollectError | None:
-        """Finds the cause of a failure, which may be an echo of another rank's; None as in `_attempt`."""
+    def _explained(self, call: ActiveCall, error: RaycollectError, agreed: bool) -> RaycollectError | None:
+        """Finds the cause of a failure, which may be another rank's failure; None as in `_attempt`."""
         client = self.client
         is_broken = isinstance(error, GroupBrokenError) and not agreed
-        # A kernel of a library may fail as another rank's has. Where ranks can go on, each fails by itself.
+        # A library's kernel may fail because another rank's has. If the backend resumes, ranks fail by themselves.
         is_echo = isinstance(error, PlanAbortedError) or (isinstance(error, KernelError) and not self._resumes)
         with self._lock:
-            if is_broken or is_echo:  # the others tell the cause, maybe later
+            if is_broken or is_echo:  # the other ranks send the cause, maybe later
                 self.client.changed.wait_for(lambda: call.stop or client.cause or call.restarts, CAUSE_S)
             if call.stop is not None and (isinstance(error, PlanAbortedError) or isinstance(call.stop, FaultError)):
                 return call.stop
-            if is_broken and client.cause is not None:  # the connection of a rank that has left ended before its word
+            if is_broken and client.cause is not None:  # the connection of the rank that left ended before its message
                 return None
             if not isinstance(error, PlanAbortedError):
                 return error
             if not agreed:
                 return None
             if call.restarts and (wrong := self._callers.conflict) is not None:
-                return refusal(call.op, "", (wrong,))  # the others do not meet this call again
+                return refusal(call.op, "", (wrong,))  # the other ranks do not repeat this call
             if client.cause is not None:
                 rank, cause = client.cause
                 if isinstance(cause, CollectiveTimeoutError) and self._member.rank not in cause.missing:
-                    return cause  # that rank waited for another one, as this one did
+                    return cause  # that rank waited for a third rank, as this rank did
                 detail = str(getattr(cause, "detail", "")) or str(cause)
                 error.rank, error.detail = rank, f"{type(cause).__name__} on rank {rank}: {detail}"
         return error
@@ -243,7 +245,7 @@ class MemberCommunicator(GroupCommunicator):
     def _located(self, error: RaycollectError, op: str, timeout_s: float) -> RaycollectError:
         member, wrong = self._member, self._objecting
         if wrong is not None and isinstance(error, CollectiveTimeoutError):
-            error = refusal(op, "", (wrong,))  # nobody came to hear of it
+            error = refusal(op, "", (wrong,))  # no other rank arrived
         if isinstance(error, RefusedError):
             violations = tuple(replace(v, actor=v.actor or member.actor(v.rank), ref="") for v in error.violations)
             return type(error)(op=op, group_name=member.spec.name, violations=violations)

@@ -1,4 +1,4 @@
-"""A member's place in a group: what its own calls, and the driver's plans, run on. Needs no Ray."""
+"""One member's end of a group, for its own calls and for the driver's plans. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ PART_LIMIT_S = 5.0
 
 
 class ProcessGroup:
-    """One member's place in one group. Any thread may call it.
+    """One member's end of one group. Any thread may call it.
 
     Args:
-        member: The group as its communicators see it.
-        actor_ids: The actor of each rank, where the driver declared the group.
-        ordered: Whether this actor's methods come one by one, as that driver sees it.
-        controller: What names the controller that declared the group; empty: its members made it.
-        watch: What is told of calls that block.
+        member: The view that communicators have of the group.
+        actor_ids: The actor of each rank, if a driver declared the group.
+        ordered: Whether this actor's methods run one by one, according to that driver.
+        controller: The id of the controller that declared the group; empty: its members formed it.
+        watch: Makes the context of calls that block.
         leave: Called once by `close`.
 
     Attributes:
-        plans: What the driver's plans run on.
+        plans: The communicator of the driver's plans.
         exchange: The agreement of plans through the controller.
-        planned: The group as the planner sees it.
-        calls: What calls that were made know for the next ones, by their arguments; see `member.call`.
-        timeout_s: How long calls wait that do not say, in seconds.
+        planned: The spec for the planner.
+        calls: Compiled calls, by their arguments; see `member.call`.
+        timeout_s: The default timeout of calls, in seconds.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ProcessGroup:
         self.controller = controller
 
         def tell(message: Message) -> None:
-            with suppress(ConnectionLostError):  # the end of the lease ends what waits
+            with suppress(ConnectionLostError):  # the end of the lease ends all waits
                 member.send(message)
 
         self.exchange: ChannelExchange = ChannelExchange(member.spec.group_id, member.rank, tell)
@@ -73,20 +73,20 @@ class ProcessGroup:
         self.plans: GroupCommunicator = GroupCommunicator(member, PLANS)
         self._leave = leave
         self._communicators: dict[str, MemberCommunicator] = {}
-        self._is_left = False  # by this process: nothing is kept any more
+        self._is_left = False  # whether this process has left the group
         self._parted = threading.Event()
         self._lock = threading.Lock()
 
     def settle(self, spec: GroupSpec, members: Sequence[str]) -> None:
-        """Notes the group as the members have agreed on it."""
+        """Sets the spec and the members as agreed."""
         self.spec = self.member.spec = spec
         self.member.members = tuple(members)
         self.calls: dict[Any, Any] = {}
-        self.planned: GroupSpec = replace(spec, options=())  # what plans depend on: hashable, for caches
+        self.planned: GroupSpec = replace(spec, options=())  # hashable, for the planner's caches
 
     @property
     def name(self) -> str:
-        """What the user calls the group."""
+        """The user's name of the group."""
         return self.spec.name
 
     @property
@@ -96,12 +96,12 @@ class ProcessGroup:
 
     @property
     def world_size(self) -> int:
-        """How many ranks the group has."""
+        """The number of ranks."""
         return self.spec.world_size
 
     @property
     def backend(self) -> str:
-        """The backend that it uses, never ``"auto"``."""
+        """The backend of the group, never ``"auto"``."""
         return self.spec.backend
 
     def __repr__(self) -> str:
@@ -114,17 +114,17 @@ class ProcessGroup:
         return self.communicator(ALL).confer(op, word, self.timeout_s)
 
     def form(self) -> None:
-        """Forms the communicator of all ranks now rather than at its first call; raises as `confer`."""
+        """Forms the communicator of all ranks now, not at its first call; raises as `confer`."""
         self.communicator(ALL).run("join", lambda communicator, seq: Outcome(), self.timeout_s)
 
     def communicator(self, name: str) -> MemberCommunicator:
-        """The communicator of that name, which is made where there is none."""
+        """The communicator of that name, made on first use."""
         with self._lock:
             there = self._communicators.get(name)
             if there is None:
                 there = MemberCommunicator(self.member, name, self.watchdog, self._watch)
                 broken = self.member.broken(there.ranks)
-                if broken is not None:  # a call on it says so
+                if broken is not None:  # calls on the communicator raise
                     there.end(broken)
                 if not self._is_left:
                     self._communicators[name] = there
@@ -132,13 +132,13 @@ class ProcessGroup:
             return there
 
     def broken(self) -> RaycollectError | None:
-        """Why calls of all ranks can't be made any more; None if they can."""
+        """The error if collectives of all ranks are impossible, or None."""
         return self.member.broken(range(self.world_size))
 
     # ------------------------------------------------------------------------------------------ coordinator's thread
 
     def received(self, message: Message) -> None:
-        """A message of the coordinator; on its thread, so nothing here may wait."""
+        """Handles a message of the coordinator, on its thread, so this must not wait."""
         if isinstance(message, Gone):
             self._left(message)
         elif not isinstance(message, Met | Drop | Publish | Answer | Ask):
@@ -153,12 +153,12 @@ class ProcessGroup:
             self.communicator(message.communicator).received(message)
 
     def orphaned(self, error: RaycollectError) -> None:
-        """Rank 0's process has ended, and with it the coordinator: calls that need no more of it go on."""
+        """Handles the death of rank 0, the coordinator: calls that need nothing more of rank 0 continue."""
         for communicator in self._end(error):
             communicator.died(0, error)
 
     def lost(self, error: RaycollectError) -> None:
-        """The coordinator has ended the group, or this member has: every call ends with this error."""
+        """Ends every call with an error: the coordinator or this member has ended the group."""
         for communicator in self._end(error):
             communicator.stop(error)
 
@@ -168,9 +168,9 @@ class ProcessGroup:
             return list(self._communicators.values())
 
     def close(self, detail: str = DEPARTED) -> None:
-        """Ends this member's part, also for who waits in `part`, and plans. Never waits; may be called twice."""
+        """Leaves the group, ends waits in `part`, and refuses plans. Never waits; may be called twice."""
         self._leave_group(detail, wait_s=0.0)
-        self._parted.set()  # whoever has the group end does not answer any more
+        self._parted.set()  # the controller does not answer any more
         communicator = self.plans.refuse(detail)
         if communicator is not None:
             threads.bounded(communicator.close)
@@ -178,19 +178,19 @@ class ProcessGroup:
     def _leave_group(self, detail: str, *, wait_s: float) -> None:
         self.lost(GroupBrokenError(group_name=self.name, detail=f"this process has left: {detail}"))
         who = self.member.describe(self.rank)
-        told = GroupBrokenError(group_name=self.name, detail=f"{who} has left: {detail}")
+        departure = GroupBrokenError(group_name=self.name, detail=f"{who} has left: {detail}")
         with self._lock:
             self._is_left = True
             communicators, self._communicators, self.calls = self._communicators, {}, {}
             leave, self._leave = self._leave, None
         for communicator in communicators.values():
-            communicator.close(told, wait_s)
+            communicator.close(departure, wait_s)
         self.watchdog.stop()
         if leave is not None:
             leave()
 
     def part(self) -> None:
-        """Leaves at this process's own wish: when it returns, the controller of a declared group knows."""
+        """Leaves the group at the user's request; returns when the controller of a declared group knows."""
         self._leave_group(DEPARTED, wait_s=CLOSE_S)
         if self.controller:
             with suppress(ConnectionLostError):
@@ -198,12 +198,14 @@ class ProcessGroup:
                 self._parted.wait(PART_LIMIT_S)
 
     def _left(self, message: Gone) -> None:
-        if message.rank == self.rank:  # an answer to its own
+        if message.rank == self.rank:  # the answer to this rank's own message
             self._parted.set()
             return
         with self._lock:
             error = self.member.lose(message)
-            communicators = [one for one in self._communicators.values() if message.rank in one.ranks]
+            communicators = [
+                communicator for communicator in self._communicators.values() if message.rank in communicator.ranks
+            ]
         for communicator in communicators:
             if message.died:
                 communicator.died(message.rank, error)

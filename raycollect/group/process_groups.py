@@ -1,4 +1,4 @@
-"""All groups that a process is a member of."""
+"""All groups of which a process is a member."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from raycollect.observe import Place, Tracer
 
 
 class ProcessGroups:
-    """The groups of one process. Any thread may call it; no look-up waits for a group that is being formed.
+    """The groups of one process. Any thread may call it; a look-up never waits for a group that is being formed.
 
     Args:
-        cache: What is known of runs, which goes with a group.
-        tracer: Whether calls of groups are recorded; a timeline under way still tells of those that end.
+        cache: The cached runs, forgotten with their group.
+        tracer: Whether calls of groups are recorded; a timeline in progress keeps the names of groups that end.
 
     Attributes:
-        notices: Those that tell others why a group of that name did not form.
+        notices: The servers that report a failure to form, by the group's name.
         drives: Whether this process has declared a group of that name.
-        by_id: Those that controllers have this process join, groups inside a group too: they have no name here, as
-            only plans use them. There may be two: another one's actor that is a rank of groups which it drives itself.
+        by_id: The groups that controllers had this process join, also subgroups: only plans use these, so they have no
+            name here. An actor of one controller may drive groups of which it is a rank itself, so a process may have
+            two controllers.
     """
 
     def __init__(self, cache: RunCache | None = None, tracer: Tracer | None = None) -> None:
@@ -50,7 +51,7 @@ class ProcessGroups:
             return self._hub
 
     def find(self, name: str) -> ProcessGroup | None:
-        """The group of that name; None: there is none."""
+        """The group of that name, or None."""
         return self._process_groups.get(name)
 
     def all(self) -> tuple[ProcessGroup, ...]:
@@ -60,7 +61,7 @@ class ProcessGroups:
 
     @contextmanager
     def request(self, name: str) -> Iterator[None]:
-        """Reserves a name for a group that is being formed; GroupExistsError: it is taken."""
+        """Reserves a name for a group that is being formed; GroupExistsError: the name is in use."""
         with self._lock:
             self._check_free(name)
             self._claimed.add(name)
@@ -79,28 +80,28 @@ class ProcessGroups:
             self._process_groups[process_group.name] = process_group
 
     def adopt(self, process_group: ProcessGroup, before: ProcessGroup | None = None) -> None:
-        """Adds a group that a controller declares, in the place of `before`. Never waits.
+        """Adds a group that a controller declares; it replaces `before`. Never waits.
 
         Raises:
-            GroupExistsError: Its name is taken.
+            GroupExistsError: The name is in use.
         """
         name = process_group.name
         with self._lock:
             if before is None or self._process_groups.get(name) is not before:
                 self._check_free(name)
-            self._process_groups[name] = process_group  # a call finds one of the two at any time
+            self._process_groups[name] = process_group  # at any time a call finds the old group or the new one
         self.by_id[process_group.spec.group_id] = process_group
 
     def _check_free(self, name: str) -> None:
         if name in self._claimed:
             raise GroupExistsError(group_name=name, detail="this process is just joining a group of that name")
-        known = self._process_groups.get(name)
-        if known is not None:
-            detail = f"this process is rank {known.rank} of a group of that name already"
+        group = self._process_groups.get(name)
+        if group is not None:
+            detail = f"this process is rank {group.rank} of a group of that name already"
             raise GroupExistsError(group_name=name, detail=detail)
 
     def remove(self, process_group: ProcessGroup) -> None:
-        """Forgets a group, which members' calls can't use any more."""
+        """Removes a group; members' calls can't use it any more."""
         with self._lock:
             if self._process_groups.get(process_group.name) is process_group:
                 del self._process_groups[process_group.name]
@@ -109,11 +110,11 @@ class ProcessGroups:
     # ------------------------------------------------------------------------------------------ of controllers
 
     def of(self, controller: str) -> list[ProcessGroup]:
-        """Those that a controller has this process join."""
-        return [one for one in tuple(self.by_id.values()) if one.controller == controller]
+        """The groups that a controller had this process join."""
+        return [group for group in tuple(self.by_id.values()) if group.controller == controller]
 
     def communicator(self, group_id: str) -> Communicator:
-        """What plans of a group run on; GroupBrokenError if there is none."""
+        """The communicator of a group's plans; GroupBrokenError: this process has none."""
         group = self.by_id.get(group_id)
         if group is None:
             raise GroupBrokenError(group_name=group_id, detail="the group was destroyed")
@@ -123,29 +124,32 @@ class ProcessGroups:
         return communicator
 
     def received(self, message: Any) -> None:
-        """A message of the coordinator of a group."""
+        """Handles a message of the coordinator of a group."""
         group = self.by_id.get(message.group_id)
         if group is not None:
             group.received(message)
 
     def end(self, process_group: ProcessGroup, reason: str) -> None:
-        """Forgets a group, whose plans fail from now on, and closes it."""
+        """Removes and closes a group; its later plans fail."""
         group_id, ring = process_group.spec.group_id, self.tracer.ring
         self.by_id.pop(group_id, None)
-        if ring is not None:  # it still tells of the group
+        if ring is not None:  # the timeline keeps the group's name
             ring.groups[group_id] = Place.of(process_group.spec, process_group.rank)
         self.close(process_group, reason)
 
     def close(self, process_group: ProcessGroup, reason: str) -> None:
-        """Lets go of all that a group holds here. Never waits; may be called twice."""
+        """Releases all resources of a group. Never waits; may be called twice."""
         self.remove(process_group)
         process_group.close(reason)
 
     def name_of(self, group_id: str) -> str:
-        """The name of a group; its id where there is none."""
+        """The name of a group; its id if the group is unknown."""
         groups = (*tuple(self.by_id.values()), *self.all())
-        return next((one.spec.name for one in groups if one.spec.group_id == group_id), group_id)
+        return next((group.spec.name for group in groups if group.spec.group_id == group_id), group_id)
 
     def places(self) -> dict[str, Place]:
         """The groups, by id, for timelines."""
-        return {one.spec.group_id: Place.of(one.spec, one.rank) for one in (*self.all(), *tuple(self.by_id.values()))}
+        return {
+            group.spec.group_id: Place.of(group.spec, group.rank)
+            for group in (*self.all(), *tuple(self.by_id.values()))
+        }

@@ -1,4 +1,4 @@
-"""Rank tables: which rank runs on which device of which node, in the JSON form of SCCL.
+"""Rank tables: the node and the device of each rank, in SCCL's JSON format.
 
 ::
 
@@ -60,9 +60,9 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
 
     def __post_init__(self) -> None:
-        if any(type(one) is not int or not 0 <= one < _LIMIT for one in (self.device_id, self.rank)):
-            found = f"device_id {shown(self.device_id)} and rank {shown(self.rank)}"
-            raise ValueError(f"{found}, expected each a whole number of 0 to {_LIMIT - 1}")
+        if any(type(number) is not int or not 0 <= number < _LIMIT for number in (self.device_id, self.rank)):
+            actual = f"device_id {shown(self.device_id)} and rank {shown(self.rank)}"
+            raise ValueError(f"{actual}, expected each a whole number of 0 to {_LIMIT - 1}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +87,8 @@ class RankTable:
         problems += _conflicts(self.nodes)
         if problems:
             raise _refused(self.source, problems)
-        found = {d.rank: (node, d.device_id) for node, devices in enumerate(self.nodes) for d in devices}
-        object.__setattr__(self, "_positions", tuple(found[rank] for rank in range(len(found))))
+        positions = {d.rank: (node, d.device_id) for node, devices in enumerate(self.nodes) for d in devices}
+        object.__setattr__(self, "_positions", tuple(positions[rank] for rank in range(len(positions))))
 
     @classmethod
     def coerce(cls, value: Any) -> RankTable:
@@ -148,13 +148,13 @@ class RankTable:
         nodes: list[list[Device | None]] = []
         table = _checked(document, _Table, "the table", problems)
         if table is not None and table.version not in (VERSION, 1.0):
-            found = "missing" if table.version is msgspec.UNSET else shown(table.version)
-            problems.append(f"version is {found}, expected {VERSION!r}")
+            actual = "missing" if table.version is msgspec.UNSET else shown(table.version)
+            problems.append(f"version is {actual}, expected {VERSION!r}")
         for at, entry in enumerate(table.node_list if table is not None else ()):
             node = _checked(entry, _Node, f"node_list[{at}]", problems)
             devices: list[Device | None] = []
-            for index, one in enumerate(node.device_list if node is not None else ()):
-                device = _checked(one, _Device, f"node_list[{at}].device_list[{index}]", problems)
+            for index, item in enumerate(node.device_list if node is not None else ()):
+                device = _checked(item, _Device, f"node_list[{at}].device_list[{index}]", problems)
                 devices.append(Device(device_id=int(device.device_id), rank=int(device.rank)) if device else None)
             nodes.append(devices)
         if problems:
@@ -163,12 +163,12 @@ class RankTable:
 
     @classmethod
     def of_device_ids(cls, device_ids: Any) -> RankTable:
-        """Makes a table of the device ids of each node: ``[[0, 1], [0, 1]]``; the ranks are counted in this order.
+        """Makes a table from the device ids of each node, as ``[[0, 1], [0, 1]]``; ranks are numbered in this order.
 
         Raises:
-            InvalidGroupError: They are not lists in a list, or the table is refused.
+            InvalidGroupError: The value is not a list of lists, or the table is refused.
         """
-        if not isinstance(device_ids, list | tuple) or not all(isinstance(one, list | tuple) for one in device_ids):
+        if not isinstance(device_ids, list | tuple) or not all(isinstance(node, list | tuple) for node in device_ids):
             expected = "expected one list per node, such as [[0, 1], [0, 1]]"
             raise _refused("rank table", [f"the value of device ids is {shown(device_ids)}, {expected}"])
         ranks = itertools.count()
@@ -176,10 +176,10 @@ class RankTable:
         return cls.from_dict(_document(nodes), source=f"rank table of device ids {shown(device_ids)}")
 
     @classmethod
-    def of_places(cls, places: Sequence[Place]) -> RankTable:
-        """Makes the table of a group from its members in rank order; `assign` gives these the same ranks again.
+    def of_places(cls, places: Sequence[ActorPlacement]) -> RankTable:
+        """Makes the table of a group from its members in rank order; `assign` returns the same ranks for them.
 
-        If the members of a node own one device each, the table has these; otherwise it counts from 0 on each node.
+        If each member of a node owns one device, the table has these devices; otherwise it counts from 0 on each node.
         """
         nodes = []
         for ranks in _by_node(places).values():
@@ -189,20 +189,20 @@ class RankTable:
 
     @property
     def world_size(self) -> int:
-        """How many ranks it has."""
+        """The number of ranks."""
         return len(self._positions)
 
     @property
     def chip_map(self) -> tuple[int, ...]:
-        """The device id of each rank, as the options of SCCL's process group have it."""
+        """The device id of each rank, as in the options of SCCL's process group."""
         return tuple(device_id for _, device_id in self._positions)
 
     def node_of(self, rank: int) -> int:
-        """The index in `nodes` of a rank's node; ValueError: there is no such rank."""
+        """The index in `nodes` of a rank's node; ValueError: no such rank."""
         return self._position(rank)[0]
 
     def device_of(self, rank: int) -> int:
-        """The device id of a rank; ValueError: there is no such rank."""
+        """The device id of a rank; ValueError: no such rank."""
         return self._position(rank)[1]
 
     def _position(self, rank: int) -> tuple[int, int]:
@@ -211,18 +211,18 @@ class RankTable:
         return self._positions[rank]
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form; numbers are strings, as the vendor's documents have them."""
-        return _document([[(str(one.device_id), str(one.rank)) for one in node] for node in self.nodes])
+        """The JSON form; numbers are strings, as in the vendor's documents."""
+        return _document([[(str(device.device_id), str(device.rank)) for device in node] for node in self.nodes])
 
     def to_json(self) -> str:
         """The text of a file."""
         return json.dumps(self.to_dict(), indent=4) + "\n"
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Writes the file; one that exists is replaced.
+        """Writes the file, and replaces an existing one.
 
         Raises:
-            OSError: It can't be written, or the path names a device, a FIFO, a directory or a link.
+            OSError: The file can't be written, or the path is a device, a FIFO, a directory or a link.
         """
         files.write(path, self.to_json().encode())
 
@@ -234,35 +234,40 @@ class RankTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where an actor is: its Ray node, and the accelerators that it owns, by their numbers on the node."""
+class ActorPlacement:
+    """The Ray node of an actor, and the accelerators that it owns, by their numbers on the node."""
 
     node_id: str
     devices: tuple[int, ...] = ()
     actor: str = ""
 
     @classmethod
-    def of(cls, node_id: str, accelerator_ids: Mapping[str, Sequence[str]], actor: str = "") -> Place:
-        """Reads `RuntimeContext.get_accelerator_ids`; ids that are not numbers (a GPU's UUID) are left out."""
-        numbers = (one for ids in accelerator_ids.values() for one in ids if one.isascii() and one.isdecimal())
+    def of(cls, node_id: str, accelerator_ids: Mapping[str, Sequence[str]], actor: str = "") -> ActorPlacement:
+        """Reads `RuntimeContext.get_accelerator_ids`; ids that are not numbers (a GPU's UUID) are omitted."""
+        numbers = (
+            accelerator_id
+            for ids in accelerator_ids.values()
+            for accelerator_id in ids
+            if accelerator_id.isascii() and accelerator_id.isdecimal()
+        )
         return cls(node_id=node_id, devices=tuple(map(int, numbers)), actor=actor)
 
 
-def assign(table: RankTable, places: Sequence[Place], *, group_name: str = "default") -> tuple[int, ...]:
+def assign(table: RankTable, places: Sequence[ActorPlacement], *, group_name: str = "default") -> tuple[int, ...]:
     """Gives each actor its rank, in the order of `places`.
 
-    The first node of the table is the Ray node of the first actor, the second the next Ray node that appears.
-    Within a node an actor gets the rank of the device that it owns, if each owns exactly one and these are the table's;
+    The first node of the table is the Ray node of the first actor, the second is the next Ray node that appears.
+    Within a node an actor gets the rank of its own device, if each actor owns exactly one device of the table;
     otherwise the actors, in their order, get the ranks in the order of the file.
 
     Raises:
-        InvalidGroupError: The table has not as many nodes, or devices on a node, as there are.
+        InvalidGroupError: The numbers of nodes or of devices on a node differ between the table and the actors.
     """
-    found = _by_node(places)
-    if [len(positions) for positions in found.values()] != [len(devices) for devices in table.nodes]:
-        raise _misfit(table, found, places, group_name)
+    by_node = _by_node(places)
+    if [len(positions) for positions in by_node.values()] != [len(devices) for devices in table.nodes]:
+        raise _misfit(table, by_node, places, group_name)
     ranks = [0] * len(places)
-    for devices, positions in zip(table.nodes, found.values(), strict=True):
+    for devices, positions in zip(table.nodes, by_node.values(), strict=True):
         given: Sequence[Device] = devices
         owned = _owned(places, positions)
         by_id = {device.device_id: device for device in devices}
@@ -273,26 +278,26 @@ def assign(table: RankTable, places: Sequence[Place], *, group_name: str = "defa
     return tuple(ranks)
 
 
-def _by_node(places: Sequence[Place]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
+def _by_node(places: Sequence[ActorPlacement]) -> dict[str, list[int]]:
+    by_node: dict[str, list[int]] = {}
     for position, place in enumerate(places):
-        found.setdefault(place.node_id, []).append(position)
-    return found
+        by_node.setdefault(place.node_id, []).append(position)
+    return by_node
 
 
-def _owned(places: Sequence[Place], positions: Sequence[int]) -> list[int]:
-    """The device of each of these actors; empty unless each owns exactly one, and no two the same."""
+def _owned(places: Sequence[ActorPlacement], positions: Sequence[int]) -> list[int]:
+    """The device of each of these actors; empty unless each actor owns exactly one, all different."""
     owned = [device for position in positions for device in places[position].devices]
     alone = all(len(places[position].devices) == 1 for position in positions)
     return owned if alone and len(set(owned)) == len(owned) else []
 
 
 def _misfit(
-    table: RankTable, found: Mapping[str, Sequence[int]], places: Sequence[Place], group_name: str
+    table: RankTable, by_node: Mapping[str, Sequence[int]], places: Sequence[ActorPlacement], group_name: str
 ) -> InvalidGroupError:
     nodes = [f"node_list[{at}] has {_count(len(devices), 'device')}" for at, devices in enumerate(table.nodes)]
     there = []
-    for node_id, positions in found.items():
+    for node_id, positions in by_node.items():
         names = listed(places[position].actor or f"actors[{position}]" for position in positions)
         there.append(f"Ray node {node_id} has {_count(len(positions), 'actor')} ({names})")
     pairs = itertools.zip_longest(nodes, there)
@@ -308,7 +313,7 @@ def _misfit(
 
 
 def _checked(value: Any, schema: type[_Schema], where: str, problems: list[str]) -> _Schema | None:
-    """The value as `schema`; None: it is none, and `problems` says why."""
+    """Converts a value to `schema`; None: the value is invalid, which is added to `problems`."""
     try:
         return msgspec.convert(value, schema)
     except (msgspec.ValidationError, OverflowError) as exc:
@@ -317,9 +322,9 @@ def _checked(value: Any, schema: type[_Schema], where: str, problems: list[str])
 
 
 def _conflicts(nodes: Iterable[Sequence[Device | None]]) -> list[str]:
-    """Devices that a node has twice, and ranks that are not a permutation; None: the entry could not be read."""
+    """Finds duplicate devices of a node, and ranks that are not a permutation; None: an invalid entry."""
     problems = []
-    places = [(at, index, one) for at, devices in enumerate(nodes) for index, one in enumerate(devices)]
+    places = [(at, index, device) for at, devices in enumerate(nodes) for index, device in enumerate(devices)]
     ranks = f"expected each of 0 to {len(places) - 1} once, as there are {_count(len(places), 'device')}"
     seen: dict[object, str] = {}  # the first position of each device of a node, and of each rank
     for at, index, device in places:

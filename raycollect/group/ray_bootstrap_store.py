@@ -8,17 +8,18 @@ import ray
 from ray.experimental import internal_kv
 
 from raycollect.errors import InvalidGroupError
-from raycollect.group.bootstrap_store import Record
+from raycollect.group.bootstrap_store import LeaderRecord
 from raycollect.ray_bridge import ray_internals
 
 _NAMESPACE = b"raycollect"
 
 
 class RayBootstrapStore:
-    """A `BootstrapStore`. The names of two jobs never meet, nor those of actors that different processes made.
+    """A `BootstrapStore` in which names are unique per job and per process that created the members.
 
     Args:
-        owner: The process that made the members, by Ray's id of it; empty: members of the job meet, whoever made them.
+        owner: Ray's id of the process that created the members. Empty: members of the job share names, whichever
+            process created them.
     """
 
     def __init__(self, owner: str) -> None:
@@ -27,7 +28,7 @@ class RayBootstrapStore:
         self._owner = owner
 
     def post(self, name: str, record: bytes, *, replace: bool = False) -> bool:
-        """Posts a record; False if there is one of that name, which is not to be replaced."""
+        """Posts a record; False if that name has one, and `replace` is False."""
         was_there = internal_kv._internal_kv_put(self._key(name), record, overwrite=replace, namespace=_NAMESPACE)
         return replace or not was_there
 
@@ -45,13 +46,13 @@ class RayBootstrapStore:
         return f"the key {self._key(name)!r} of namespace {_NAMESPACE!r} in Ray's internal key-value store"
 
     def elsewhere(self, name: str) -> str:
-        """Who leads a group of this name whose members another process made; empty for nobody."""
+        """The leader of a group of this name whose members another process created; empty if there is no such group."""
         for key in map(bytes.decode, internal_kv._internal_kv_list(f"group/{self._job}/", namespace=_NAMESPACE)):
             _, _, owner, its_name = key.split("/", 3)
             if its_name == name and owner != self._owner:
                 record = internal_kv._internal_kv_get(key.encode(), namespace=_NAMESPACE)
                 with suppress(InvalidGroupError):
-                    return Record.from_bytes(record).who if record else ""
+                    return LeaderRecord.from_bytes(record).who if record else ""
         return ""
 
     def _key(self, name: str) -> bytes:

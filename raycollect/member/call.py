@@ -29,40 +29,40 @@ from raycollect.pos import Container, obstacle
 __all__ = ["ME", "MemberCall"]
 
 _SRC, _DST = 0, 1
-"""Placeholders in requests for what each rank gives with its call, and what it takes into."""
+"""Placeholders in requests for the inputs and the outputs of a rank's call."""
 
-_MOST = 256  # How many calls with different arguments a group knows
+_MOST = 256  # the number of compiled calls per group
 
 ME = object()
-"""Stands for the rank of this process, as a root or a peer."""
+"""A placeholder for the rank of this process, as a root or a peer."""
 
 
 class MemberCall:
-    """An operation with its arguments but tensors and time; any calls that give the same are one `MemberCall`."""
+    """An operation with its arguments, except tensors and timeout; equal calls share one `MemberCall`."""
 
     @staticmethod
     def of(kind: OpKind, group_name: GroupLike, *, op: Any = None, root: Any = -1, peer: Any = -1) -> MemberCall:
-        """The call with these arguments; what is wrong with them is for the agreement.
+        """The call with these arguments; the agreement reports invalid arguments.
 
         Raises:
-            UnknownGroupError: This process is no member.
+            UnknownGroupError: This process is not a member.
         """
         process_group = get_group_handle(group_name)
         calls = process_group.calls
-        key = kind, op, type(op), root, type(root), peer, type(peer)  # 1.0 equals 1, and is no rank
+        key = kind, op, type(op), root, type(root), peer, type(peer)  # 1.0 equals 1, but is not a rank
         try:
-            known: MemberCall | None = calls.get(key)
-        except TypeError:  # what can't be a key is wrong
+            call: MemberCall | None = calls.get(key)
+        except TypeError:  # unhashable arguments are invalid
             return MemberCall(process_group, kind, op, root, peer)
-        if known is None:
-            known = MemberCall(process_group, kind, op, root, peer)
-            if not known._violations and len(calls) < _MOST:
-                calls[key] = known
-        return known
+        if call is None:
+            call = MemberCall(process_group, kind, op, root, peer)
+            if not call._violations and len(calls) < _MOST:
+                calls[key] = call
+        return call
 
     @staticmethod
     def refused(process_group: ProcessGroup, kind: OpKind, violations: Iterable[Violation]) -> MemberCall:
-        """A call without a root in which this rank only tells the others what is wrong here; all raise that."""
+        """A call without a root that only reports this rank's violations to all ranks, which raise them."""
         call = MemberCall(process_group, kind, None, -1, -1)
         call._violations += call._here(violations)
         return call
@@ -96,7 +96,7 @@ class MemberCall:
         return type(self._root) is int and self._root == self._process_group.rank
 
     def run(self, values: Sequence[tuple[str, Any]], *, async_op: Any, timeout_s: float | None) -> MemberWork | None:
-        """Runs it with (name, value) of what this rank gives, and then of what it takes into."""
+        """Runs the call with (name, value) of this rank's inputs, followed by its outputs."""
         process_group, kind, communicator = self._process_group, self._kind, self._communicator
         op = kind.value if kind is not OpKind.SEND or self.is_root else OpKind.RECV.value
         limit_s = process_group.timeout_s if timeout_s is None else timeout_s
@@ -107,12 +107,12 @@ class MemberCall:
             if container is None:
                 wrong.append(self._no_tensor(name, value))
         if async_op is not True and async_op is not False:
-            found = wrong_flags(async_op=async_op)
-            wrong, async_op = wrong + self._here(found), not found and bool(async_op)
+            violations = wrong_flags(async_op=async_op)
+            wrong, async_op = wrong + self._here(violations), not violations and bool(async_op)
         program = None if wrong else self._planned(limit_s, wrong)
         if program is None:
-            if found := wrong_time_limit(limit_s):
-                wrong += self._here(found)
+            if violations := wrong_time_limit(limit_s):
+                wrong += self._here(violations)
                 limit_s = process_group.timeout_s
             if not communicator:
                 raise refusal(op, process_group.name, tuple(wrong))
@@ -126,10 +126,10 @@ class MemberCall:
         return None
 
     def _planned(self, limit_s: float, wrong: list[Violation]) -> Program | None:
-        """The program within a time limit; None: that is none, or the arguments make no sense, which is noted."""
-        known = self._program
-        if known is not None and type(known[0]) is type(limit_s) and known[0] == limit_s:
-            return known[1]
+        """The program with a time limit; None: the limit or the arguments are invalid. `wrong` gets the latter."""
+        cached = self._program
+        if cached is not None and type(cached[0]) is type(limit_s) and cached[0] == limit_s:
+            return cached[1]
         if wrong_time_limit(limit_s):
             return None
         process_group = self._process_group
@@ -143,7 +143,7 @@ class MemberCall:
         return program
 
     def _name_of_communicator(self) -> str:
-        """The communicator of this call; empty: its arguments name no rank."""
+        """The communicator of this call; empty: the arguments name no pair of ranks."""
         if self._kind is not OpKind.SEND:
             return ALL
         ends = {
@@ -171,12 +171,12 @@ class MemberCall:
     ) -> Outcome:
         instruments = self._runtime.instruments
         label = getattr(communicator, "meeting", "") or "-"
-        with _OWN if mark is None else streams.after(mark):  # another thread may run it
+        with _OWN if mark is None else streams.after(mark):  # another thread may run the attempt
             run = Run(program, seq, lambda _: communicator, instruments, operands=operands, is_call=True, label=label)
             return run.run()
 
     def _objection(self, name: str, limit_s: float, *violations: Violation) -> Attempt:
-        """Takes part in the agreement only to tell what is wrong here, so that nobody waits for this rank."""
+        """Makes an attempt that only reports violations in the agreement, so that no rank waits for this one."""
         spec = Spec(
             op=self._kind.value,
             caller="call",
@@ -201,34 +201,34 @@ class MemberCall:
 
     def _here(self, violations: Iterable[Violation]) -> list[Violation]:
         rank = self._process_group.rank
-        return [replace(one, rank=rank if one.rank < 0 else one.rank) for one in violations]
+        return [replace(violation, rank=rank if violation.rank < 0 else violation.rank) for violation in violations]
 
-    def _violate(self, kind: str, name: str, found: str, expected: str) -> None:
-        self._violations.append(self._violation(kind, name, found, expected))
+    def _violate(self, kind: str, name: str, actual: str, expected: str) -> None:
+        self._violations.append(self._violation(kind, name, actual, expected))
 
-    def _violation(self, kind: str, name: str, found: str, expected: str) -> Violation:
-        return Violation(kind=kind, rank=self._process_group.rank, field=name, found=found, expected=expected)
+    def _violation(self, kind: str, name: str, actual: str, expected: str) -> Violation:
+        return Violation(kind=kind, rank=self._process_group.rank, field=name, found=actual, expected=expected)
 
 
 _OWN = nullcontext()
 _NOTHING = Container(TENSOR, (None,), None)
-"""Stands for an operand that is none; no program gets it."""
+"""A placeholder for an invalid operand; never part of a program."""
 
 
 def _mark(containers: Sequence[Container]) -> streams.Mark | None:
-    """Records how far the caller's streams are on the devices of tensors; None where they are numpy's."""
-    told: list[TensorInfo] = []
+    """Records the position of the caller's streams on the devices of tensors; None for numpy's tensors."""
+    infos: list[TensorInfo] = []
     for container in containers:
         if type(container.tensors[0]) is not np.ndarray or len(container.tensors) > 1:
-            told += map(arrays.describe, filter(arrays.is_tensor, container.tensors))
-    return streams.mark(told) if told else None
+            infos += map(arrays.describe, filter(arrays.is_tensor, container.tensors))
+    return streams.mark(infos) if infos else None
 
 
 @lru_cache(maxsize=1024)
 def _program(
     spec: GroupSpec, kind: OpKind, rank: int, op: ReduceOp | None, root: int, peer: int, timeout_s: float
 ) -> Program:
-    """This rank's part in a collective, cached for loops; RefusedError: the arguments make no sense."""
+    """This rank's program of a collective, cached for loops; RefusedError: the arguments are invalid."""
     request = Request(
         kind=kind,
         group=spec,
@@ -239,10 +239,11 @@ def _program(
         timeout_s=timeout_s,
     )
     operands = tuple(
-        (one, None if src is None else _SRC, None if dst is None else _DST) for one, src, dst in brought(request, _SRC)
+        (owner, None if src is None else _SRC, None if dst is None else _DST)
+        for owner, src, dst in brought(request, _SRC)
     )
     planned = plan([replace(request, operands=operands)])
     if planned.width > 1:  # members count one launch per call
-        found = f"{kind.value}, which members of a group of backend {spec.backend!r} can't call"
-        raise refusal(kind.value, spec.name, (Violation(kind="unsupported", field="op", found=found),))
+        actual = f"{kind.value}, which members of a group of backend {spec.backend!r} can't call"
+        raise refusal(kind.value, spec.name, (Violation(kind="unsupported", field="op", found=actual),))
     return planned.program(planned.parts[0].places[rank])

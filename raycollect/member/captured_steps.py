@@ -1,9 +1,9 @@
-"""The captured steps of a participant: where their runs come from, their order, and how they are answered.
+"""The captured steps of a participant: how their runs arrive, their order, and the answers.
 
-One with a doorbell has a thread, which takes runs from there. Those that come over the channel are for a thread that
-all steps share. The sequencer puts all runs and plans in order: each run names its predecessor. If methods come one by
-one, a run holds the method lock, so that Ray calls no method beside it; but not while it waits for its predecessor. The
-sequencer ends every run that came, also if its step is broken or closed: its successors wait for it.
+A step with a doorbell has a thread that takes runs from the doorbell. Runs over the channel use a thread that all steps
+share. The sequencer orders all runs and plans: each run names its predecessor. If methods run one by one, a run holds
+the method lock, so that Ray calls no method during the run, but not while the run waits for its predecessor. The
+sequencer ends every run, also of a broken or closed step, as later runs wait for it.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from raycollect.pos import Container, Store
 from raycollect.pos.handle import Handle
 
 MOST_NBYTES = MAX_FRAME_NBYTES - 1024
-"""The longest results of a run that a message can carry."""
+"""The largest results of a run that a message can carry, in bytes."""
 
 IDLE_S = 60.0
-"""How long the thread waits at the doorbell, in seconds; whoever needs it wakes it."""
+"""How long the thread waits at the doorbell, in seconds; a wake-up ends the wait."""
 
 MOST_DOORBELLS = 32
-"""How many steps of a controller may have a doorbell here, and so a thread; runs of further ones use the channel."""
+"""How many steps of a controller may have a doorbell, and so a thread, here; other steps use the channel."""
 
 LATE = 1024
-"""How many closed steps are remembered, for runs that were on their way to them."""
+"""How many closed steps are remembered, for their runs in transit."""
 
 
 def open_doorbell(segment: Segment | None, slot: int, *, keeps_core: bool) -> DoorbellClient | None:
-    """This participant's end of a controller's doorbell; None if there is none, or it is out of reach."""
+    """This participant's end of a controller's doorbell; None if it is missing or unreachable."""
     try:
         return None if segment is None else DoorbellClient(segment, slot, keeps_core=keeps_core)
     except (OSError, ValueError):
@@ -63,34 +63,34 @@ def open_doorbell(segment: Segment | None, slot: int, *, keeps_core: bool) -> Do
 
 
 def pinned(value: Any, key: Key, store: Store, actor_id: str, actor: str) -> Any:
-    """What a captured step keeps of the value of a ref. Raises RefusedError for a tensor that is not here."""
+    """The value of a ref, for a captured step to hold. Raises RefusedError for a tensor of another participant."""
     if not isinstance(value, Handle):
-        here = store.look(key)  # tensors that Ray moves itself come as what they are
+        here = store.look(key)  # a tensor that Ray has moved arrives as a plain value
         return here if isinstance(here, Container) else value
-    found = store.look(value.key) if value.actor_id == actor_id else None
-    if isinstance(found, Container):
-        return found
-    if found is None:
+    operand = store.look(value.key) if value.actor_id == actor_id else None
+    if isinstance(operand, Container):
+        return operand
+    if operand is None:
         why = MissingOperand(
             "not_member", f"a tensor of {value.actor}", "one of this actor: send it here first, by send_ref"
         )
     else:
-        why = missing(found)
+        why = missing(operand)
     ref = value.key.hex()
-    wrong = Violation(kind=why.kind, field="value", found=why.found, expected=why.expected, actor=actor, ref=ref)
+    wrong = Violation(kind=why.kind, field="value", found=why.actual, expected=why.expected, actor=actor, ref=ref)
     raise refusal("capture", "", (wrong,))
 
 
 class CapturedStep:
-    """One captured step. A thread of the library does its runs; any thread may call it.
+    """One captured step. A helper thread executes its runs; any thread may call it.
 
     Args:
-        runner: What is done in a run.
-        doorbell: Where runs come; None: over the channel.
-        executor: What carries out runs, in their turn.
-        methods: Those that no run may run beside; None if methods overlap anyway.
+        runner: Executes the actions of a run.
+        doorbell: The doorbell from which runs arrive; None: the channel.
+        executor: Executes runs in order.
+        methods: The methods that must not overlap a run; None if methods overlap anyway.
         send: Sends to the controller; raises ConnectionLostError.
-        shared: The thread that does runs that come over the channel, in the order in which they come.
+        shared: The thread for runs that arrive over the channel, in order of arrival.
     """
 
     def __init__(
@@ -112,12 +112,12 @@ class CapturedStep:
         self._send_or_raise = send
         self._tracer = runner.tracer
         self._changed = threading.Condition()  # guards what follows
-        self._came: deque[Run] = deque()
+        self._arrived: deque[Run] = deque()
         self._closed = ""
         self._broken = ""
-        self._count = 0  # how many runs came
-        self._answered = 0  # the latest run that was answered
-        self._exchange: tuple[int, ChannelExchange] | None = None  # of a launch, with its number
+        self._count = 0  # the number of runs
+        self._answered = 0  # the last answered run
+        self._exchange: tuple[int, ChannelExchange] | None = None  # the exchange of a launch, with its number
         self._thread: threading.Thread | None = None
         self._let_go: Future[object] | None = None
         if doorbell is not None:
@@ -126,7 +126,7 @@ class CapturedStep:
     # ------------------------------------------------------------------------------------------ any thread
 
     def received(self, run: Run) -> bool:
-        """A run came over the channel; never waits. False if the step is closed, so that it will not run."""
+        """Handles a run from the channel; never waits. Returns False if the step is closed, and so does not run."""
         with self._changed:
             if self._closed:
                 return False
@@ -134,18 +134,18 @@ class CapturedStep:
                 run_now = partial(self.run_now, run.seq, run.predecessor, run.payload, after=run.after)
                 threads.submit(self._shared, run_now)
                 return True
-            self._came.append(run)
+            self._arrived.append(run)
             self._changed.notify_all()
         self._wake_doorbell()
         return True
 
     def exchange(self, seq: int) -> ChannelExchange | None:
-        """The agreement of launch `seq` through the controller, if it is under way here."""
-        found = self._exchange
-        return found[1] if found is not None and found[0] == seq else None
+        """The agreement of launch `seq` through the controller, if it is in progress here."""
+        exchange = self._exchange
+        return exchange[1] if exchange is not None and exchange[0] == seq else None
 
     def close(self, reason: str) -> None:
-        """Aborts the run under way, refuses what comes, and lets go of all values. Never waits."""
+        """Aborts the run in progress, refuses later runs, and releases all values. Never waits."""
         with self._changed:
             if self._closed:
                 return
@@ -154,11 +154,11 @@ class CapturedStep:
         self.runner.stop()
         if self.has_doorbell:
             self._wake_doorbell()
-        else:  # behind the runs that have come
+        else:  # after the runs that have arrived
             self._let_go = threads.submit(self._shared, threads.survives, self._end)
 
     def join(self, timeout_s: float) -> bool:
-        """Waits until it has let go of all values after `close`; False if it has not in time."""
+        """Waits until `close` has released all values; False on a timeout."""
         if self._thread is not None:
             self._thread.join(timeout_s)
             return not self._thread.is_alive()
@@ -183,18 +183,18 @@ class CapturedStep:
 
     def _take(self) -> bool:
         assert self._doorbell is not None
-        closed = bool(self._closed)  # first, as no message comes after it
-        # The bell comes before the message, so a run that is here and was not rung for never will be.
-        unrung = self._came[0] if self._came else None
+        closed = bool(self._closed)  # read first: no message arrives after `close`
+        # The bell precedes the message, so a run without a bell by now never gets one.
+        unrung = self._arrived[0] if self._arrived else None
         entry = self._doorbell.take(0.0 if unrung or closed else IDLE_S)
         if entry is not None:
             number, seq, predecessor, payload, after = entry
             if payload is None:
                 run = self._wait_for(lambda run: run.seq == seq)
-                payload = b"" if run is None else run.payload  # else the step is closed, and refuses it
+                payload = b"" if run is None else run.payload  # None: the step is closed, and refuses the run
             self.run_now(seq, predecessor, payload, number=number, after=after)
         elif unrung is not None:
-            self._came.remove(unrung)
+            self._arrived.remove(unrung)
             self.run_now(unrung.seq, unrung.predecessor, unrung.payload, after=unrung.after)
         else:
             return not closed
@@ -203,9 +203,9 @@ class CapturedStep:
     def _wait_for(self, wanted: Callable[[Run], bool]) -> Run | None:
         with self._changed:
             while True:
-                run = next(filter(wanted, self._came), None)
+                run = next(filter(wanted, self._arrived), None)
                 if run is not None:
-                    self._came.remove(run)
+                    self._arrived.remove(run)
                     return run
                 if self._closed:
                     return None
@@ -221,27 +221,27 @@ class CapturedStep:
         number: int = 0,
         after: bytes = b"",
     ) -> None:
-        """Does a run, in the step's thread or the one that steps share.
+        """Executes a run, in the step's thread or the shared one.
 
-        `number` is its number at the doorbell, where it is answered; 0: it is answered over the channel. `after` is the
-        task of the method call behind which it comes; empty: none.
+        `number` is the run's number at the doorbell, which gets the answer; 0: the channel gets it. `after` is the task
+        of the method call that must end before the run; empty: none.
         """
         ring = self._tracer.ring
-        if ring is not None and self.runner.is_single:  # the plan notes all
+        if ring is not None and self.runner.is_single:  # the plan records the whole run
             ring = None
-        came_s = 0.0
+        began_s = 0.0
         self._count += 1
 
         def run(step: RunStep) -> None:
-            nonlocal came_s
-            came_s = 0.0 if ring is None else ring.clock()
+            nonlocal began_s
+            began_s = 0.0 if ring is None else ring.clock()
             self._run(seq, payload, number, step)
 
         def ended(error: RaycollectError | None) -> None:
             self._exchange = None
-            if ring is not None and came_s:
+            if ring is not None and began_s:
                 name = "" if error is None else type(error).__name__
-                threads.survives(partial(ring.add, PART, "captured step", came_s, ring.clock(), seq, error=name))
+                threads.survives(partial(ring.add, PART, "captured step", began_s, ring.clock(), seq, error=name))
             if error is not None:
                 self._broken = self._broken or f"run {self._count} of this captured step failed before"
 
@@ -263,8 +263,8 @@ class CapturedStep:
                 step=step,
             )
             if len(results) > MOST_NBYTES:
-                found = f"takes {len(results)} bytes, and a message carries {MOST_NBYTES}"
-                raise CaptureError(detail=f"what the step gives back {found}: let methods return refs instead")
+                actual = f"take {len(results)} bytes, and a message carries {MOST_NBYTES}"
+                raise CaptureError(detail=f"the step's results {actual}: let methods return refs instead")
             if self._answered != seq:
                 self._answer(seq, number, results)
         finally:
@@ -276,12 +276,12 @@ class CapturedStep:
             self._send(Ran(seq=seq, payload=results))
 
     def _make_exchange(self, program: Program, seq: int) -> ChannelExchange:
-        made = ChannelExchange("", program.agreement.rank, self._send)
-        self._exchange = seq, made
-        return made
+        exchange = ChannelExchange("", program.agreement.rank, self._send)
+        self._exchange = seq, exchange
+        return exchange
 
     def _send(self, message: Message) -> None:
-        with suppress(ConnectionLostError):  # the end of the lease closes all
+        with suppress(ConnectionLostError):  # the end of the lease closes all steps
             self._send_or_raise(message)
 
 
@@ -292,63 +292,68 @@ class CapturedSteps:
         self.shared: ThreadPoolExecutor = threads.pool("raycollect-capture", 1)
         self._lock = threading.Lock()
         self._living: dict[bytes, CapturedStep] = {}
-        self._late: OrderedDict[bytes, CapturedStep | None] = OrderedDict()  # None: closed before it was made
+        self._late: OrderedDict[bytes, CapturedStep | None] = OrderedDict()  # None: closed before it was captured
         self._closed = ""
 
     @property
     def takes_doorbell(self) -> bool:
         """Whether a further step may have a doorbell."""
-        return sum(one.has_doorbell for one in list(self._living.values())) < MOST_DOORBELLS
+        return sum(step.has_doorbell for step in list(self._living.values())) < MOST_DOORBELLS
 
     def add(self, capture: bytes, make: Callable[[], CapturedStep]) -> CapturedStep:
-        """Adds a captured step; CaptureError: it was closed before it came here, or is here already."""
+        """Adds a captured step; CaptureError: the step was closed before it arrived, or exists already."""
         with self._lock:
             if self._closed or capture in self._late:
                 raise CaptureError(detail=f"this step was closed while it was captured {self._closed}".rstrip())
             if capture in self._living:
                 raise CaptureError(detail="this step was captured in this actor before")
-            made = self._living[capture] = make()
-            return made
+            step = self._living[capture] = make()
+            return step
 
     def find(self, capture: bytes) -> CapturedStep | None:
-        """A captured step, also one that was closed lately; None if there is none."""
+        """A captured step, also a recently closed one, or None."""
         return self._living.get(capture) or self._late.get(capture)
 
     def forget(self, capture: bytes, reason: str) -> None:
         """Closes a captured step."""
         with self._lock:
-            found = self._living.pop(capture, None)
-            self._late[capture] = found or self._late.get(capture)
+            step = self._living.pop(capture, None)
+            self._late[capture] = step or self._late.get(capture)
             while len(self._late) > LATE:
                 self._late.popitem(last=False)
-        if found is not None:
-            found.close(reason)
+        if step is not None:
+            step.close(reason)
 
     def close(self, reason: str) -> None:
-        """Closes all, and those that will come."""
+        """Closes all steps, also later ones."""
         with self._lock:
             self._closed = reason
             living, self._living = self._living, {}
             self._late.clear()
-        for one in living.values():
-            one.close(reason)
+        for step in living.values():
+            step.close(reason)
         self.shared.shutdown(wait=False)
 
     def wake(self, seq: int) -> None:
-        """Ends the waits of a run that was aborted, if it is under way."""
-        for one in list(self._living.values()):
-            one.runner.abort(seq)
+        """Ends the waits of an aborted run, if it is in progress."""
+        for step in list(self._living.values()):
+            step.runner.abort(seq)
 
     def seqs_with(self, group_id: str) -> list[int]:
-        """The runs under way that are at a plan that uses a group."""
-        return [seq for one in list(self._living.values()) if (seq := one.runner.seq_with(group_id))]
+        """The runs in progress whose current plan uses a group."""
+        return [seq for step in list(self._living.values()) if (seq := step.runner.seq_with(group_id))]
 
     def exchange(self, seq: int) -> ChannelExchange | None:
-        """The agreement of launch `seq` through the controller, if a run is at it."""
-        return next(filter(None, (one.exchange(seq) for one in list(self._living.values()))), None)
+        """The agreement of launch `seq` through the controller, if a run is in it."""
+        return next(filter(None, (step.exchange(seq) for step in list(self._living.values()))), None)
 
     def bytes_done(self, seq: int) -> BytesDone | None:
-        """How far a run is; None: it is not under way here."""
+        """The progress of a run; None: the run is not in progress here."""
         return next(
-            (found for one in list(self._living.values()) if (found := one.runner.bytes_done(seq)) is not None), None
+            (
+                bytes_done
+                for step in list(self._living.values())
+                if (bytes_done := step.runner.bytes_done(seq)) is not None
+            ),
+            None,
         )

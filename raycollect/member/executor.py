@@ -1,4 +1,4 @@
-"""Carries out what a controller sends: plans, and runs of captured steps."""
+"""Executes the plans and the runs of captured steps that a controller sends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raycollect.observe.run_steps import RunStep
 
 
 class Executor:
-    """Carries out the plans and runs of one controller, each in its turn (P2). Any thread may call it."""
+    """Executes the plans and runs of one controller in order (P2). Any thread may call it."""
 
     def __init__(self, sequencer: PlanSequencer, reporter: Reporter, queue: PlanQueue) -> None:
         self.sequencer = sequencer
@@ -31,15 +31,15 @@ class Executor:
         after: bytes = b"",
         ended: Callable[[RaycollectError | None], None] = lambda error: None,
     ) -> tuple[RaycollectError | None, bool]:
-        """Carries out a plan or run after its predecessor, and tells the controller if it fails.
+        """Executes a plan or run after its predecessor, and reports a failure to the controller.
 
         Args:
-            seq: Its number.
-            predecessor: That of the one before it.
-            run: Does it; returns the error with which it has ended, or raises that.
-            what: What to call it in messages, with a place for its number.
-            after: The task of the method call behind which it comes; empty: none.
-            ended: Called with its error before the next one may begin.
+            seq: The number of the plan or run.
+            predecessor: The number of its predecessor.
+            run: Executes it; returns or raises its error.
+            what: Its name in messages, with a placeholder for its number.
+            after: The task of the method call that must end before it; empty: none.
+            ended: Called with its error before the next plan or run may begin.
 
         Returns:
             Its error, and whether it was aborted.
@@ -55,15 +55,15 @@ class Executor:
                 raise PlanAbortedError(detail=reason)
             error = run(step)
         except RaycollectError as exc:
-            error = kept(exc)  # its frames would keep values alive
+            error = kept(exc)  # without frames, which would keep values alive
         except Exception as exc:  # noqa: BLE001 - a bug
             error = threads.failed(what.format(seq), exc)
         finally:
             step.number = 0
             if isinstance(error, GroupBrokenError) and (reason := sequencer.reason(seq)):
-                error = PlanAbortedError(detail=reason)  # the cause, not what came of it
+                error = PlanAbortedError(detail=reason)  # the cause, not its consequence
             ended(error)
-            was_aborted = sequencer.end(seq)  # whatever happened, what comes after goes on
+            was_aborted = sequencer.end(seq)  # in any case, the successors continue
         if error is not None:
             self._reporter.tell_failure(seq, error)
         return error, was_aborted

@@ -31,7 +31,7 @@ DEFAULT_TIMEOUT_MS = 30_000
 """How long members wait for each other if `init_collective_group` does not say, in milliseconds."""
 
 JOB = "job"
-"""The rendezvous of members that several processes of a job made."""
+"""The rendezvous of members that several processes of a job created."""
 
 # Ray's names for what `options()` puts into the environment of an actor.
 _NAME, _RANK, _WORLD_SIZE = "collective_group_name", "collective_rank", "collective_world_size"
@@ -100,13 +100,13 @@ def init_collective_group(
     process_groups = runtime.process_groups
     with process_groups.request(group_name):
         if rank > 0:
-            process_groups.add(_followed(request, store, process_groups))
+            process_groups.add(_follow(request, store, process_groups))
         else:
             process_groups.add(lead(request, store, process_groups.notices))
 
 
-def _followed(request: BootstrapRequest, store: BootstrapStore, process_groups: ProcessGroups) -> ProcessGroup:
-    """`follow`; says where rank 0 may have been looked for in vain."""
+def _follow(request: BootstrapRequest, store: BootstrapStore, process_groups: ProcessGroups) -> ProcessGroup:
+    """Calls `follow`; the error names a leader whose members another process created."""
     try:
         return follow(request, store, process_groups.hub)
     except CollectiveTimeoutError as exc:
@@ -115,7 +115,7 @@ def _followed(request: BootstrapRequest, store: BootstrapStore, process_groups: 
             raise
         detail = (
             f"rank 0 had not arrived after {request.spec.timeout_s:g} s. {leader}, rank 0 of a group of this name, was "
-            f"made by another process: members that several processes made all pass rendezvous={JOB!r}"
+            f"created by another process: members that several processes created all pass rendezvous={JOB!r}"
         )
         raise InvalidGroupError(group_name=request.spec.name, detail=detail) from exc
 
@@ -239,7 +239,7 @@ def _init_from_environment(group_name: str) -> None:
     init_collective_group(world_size, rank, given.get(_BACKEND, "auto"), group_name, timeout_ms)
 
 
-# ---------------------------------------------------------------------------------------------- what there is
+# ---------------------------------------------------------------------------------------------- backends
 
 
 def is_backend_available(backend: str) -> bool:

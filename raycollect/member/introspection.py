@@ -1,4 +1,4 @@
-"""What this process does and holds, how far its plans are, and what was recorded: the answers to a controller."""
+"""A participant's answers to its controller: activity, tensors, progress of plans, and recorded timelines."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from raycollect.pos import Store
 from raycollect.pos.segments import Segments
 
 SETTLE_S = 0.25
-"""How long to wait for the end of plans under way before the recording is read, in seconds."""
+"""How long to wait for the end of plans in progress before the recording is read, in seconds."""
 
 PART_NBYTES = 512 << 10
-"""How much of a recording goes into one message."""
+"""The bytes of a recording per message."""
 
 
 def look(message: Look, instruments: Instruments, sequencer: PlanSequencer) -> Seen:
-    """What this process is doing."""
+    """Describes the activity of this process."""
     recorder, running = instruments.recorder, sequencer.running()
     doing, places = what_runs(), run_steps.steps()
     checks = arrivals(recorder.story(), instruments.clock())
@@ -55,26 +55,26 @@ def look(message: Look, instruments: Instruments, sequencer: PlanSequencer) -> S
 
 
 def look_at_process() -> Seen:
-    """What this process is doing, as far as it belongs to no controller."""
+    """Describes the activity of this process, without plans of controllers."""
     doing = what_runs()
     return Seen(request=0, doing=doing.what, stack=list(doing.stack))
 
 
 def measure(message: Measure, sequencer: PlanSequencer, bytes_done: BytesDone | None) -> Measured:
-    """How far a plan, or a run, is; `bytes_done`: of one under way."""
-    is_running = message.seq in sequencer.running()  # first: it may end meanwhile
+    """The progress of a plan or run; `bytes_done` is that of one in progress."""
+    is_running = message.seq in sequencer.running()  # first, as the plan may end meanwhile
     has_ended = sequencer.has_ended(message.seq)
     progress = (bytes_done or NOWHERE)._asdict()
     return Measured(request=message.request, has_begun=is_running or has_ended, has_ended=has_ended, **progress)
 
 
 def survey(message: Survey, store: Store) -> Surveyed:
-    """What this process holds."""
+    """The tensors and the memory of this process, in numbers."""
     return Surveyed(request=message.request, store=store.statistics(), arena=Segments.current().statistics())
 
 
 class RecordingAgent:
-    """One controller's recording in this process. Its methods are for the channel's thread, and never wait."""
+    """One controller's recording in this process. The channel's thread calls its methods, which never wait."""
 
     def __init__(self, controller: str, runtime: Runtime, reporter: Reporter, sequencer: PlanSequencer) -> None:
         self._controller = controller
@@ -84,18 +84,18 @@ class RecordingAgent:
         self._tracer = runtime.tracer
 
     def record(self, message: Record) -> None:
-        """Begins to record, unless this process records a timeline of its own."""
+        """Starts recording, unless this process records its own timeline."""
         ring = self._tracer.begin(self._controller, min(max(message.limit, 1), MOST))
         self._tell_time(message.request, "" if ring is not None else "it records a timeline of its own")
 
     def tick(self, message: Tick) -> None:
-        """Tells the time."""
+        """Sends the time."""
         self._tell_time(message.request, "")
 
     def collect(self, message: Collect) -> None:
-        """Tells what was recorded; `ends`: and stops recording."""
+        """Sends the recording; with `ends`, also stops recording."""
         ring = self._tracer.end(self._controller) if message.ends else self._tracer.of(self._controller)
-        # Packing takes a while, and aborts come on this thread.
+        # In a helper thread: packing takes long, and this thread handles aborts.
         threads.call_in_helper(threads.survives, self._tell_recorded, message.request, ring)
 
     def end(self) -> None:
@@ -110,12 +110,12 @@ class RecordingAgent:
         try:
             packed = b""
             if ring is not None:
-                self._sequencer.settle(SETTLE_S)  # a plan that has answered early has yet to note its end
-                found = ring.read()
+                self._sequencer.settle(SETTLE_S)  # a plan that has answered may not have recorded its end
+                recorded = ring.read()
                 places = self._runtime.process_groups.places()
-                packed = encode_recorded(found._replace(groups={**found.groups, **places}))
+                packed = encode_recorded(recorded._replace(groups={**recorded.groups, **places}))
             for at in range(0, max(len(packed), 1), PART_NBYTES):
                 part = packed[at : at + PART_NBYTES]
                 self._reporter.tell(Collected(request=request, payload=part, more=at + PART_NBYTES < len(packed)))
-        except Exception as exc:  # noqa: BLE001 - a diagnostic must not keep anybody waiting
+        except Exception as exc:  # noqa: BLE001 - the controller waits for an answer
             self._reporter.tell_unable(request, threads.failed("reading what was recorded", exc))

@@ -1,4 +1,4 @@
-"""Joining and leaving groups, as a controller says."""
+"""Joining and leaving groups, at a controller's request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHANGED = "the members of the group have changed: call again, with the current r
 
 
 def join(groups: ProcessGroups, host: str, controller: str, reporter: Reporter, message: Join) -> None:
-    """Joins a group of a controller, in a thread of its own; ProtocolError: the message makes no sense.
+    """Joins a group of a controller, in a helper thread; ProtocolError: the message is invalid.
 
     Backends listen at `host`.
     """
@@ -27,31 +27,34 @@ def join(groups: ProcessGroups, host: str, controller: str, reporter: Reporter, 
         raise ProtocolError(
             detail=f"no rank {message.rank} in a group of {spec.world_size} with {len(message.members)} members"
         )
-    if spec.group_id in groups.by_id:  # nothing would ever release what the first one holds
+    if spec.group_id in groups.by_id:  # the resources of the first group would never be released
         raise ProtocolError(detail="a group is joined once")
-    made, before = _made(groups, host, spec, controller, reporter, message), groups.by_id.get(message.replaces)
+    process_group, before = (
+        _make_process_group(groups, host, spec, controller, reporter, message),
+        groups.by_id.get(message.replaces),
+    )
     try:
-        groups.adopt(made, before)
+        groups.adopt(process_group, before)
     except GroupExistsError as exc:
         reporter.tell(Joined(request=message.request, error=to_wire(exc)))
         return
     if before is not None:
         groups.end(before, CHANGED)
     try:
-        threads.call_in_helper(threads.survives, _connect, made, reporter, message)
-    except ResourceLimitError as exc:  # there are no more threads
-        groups.end(made, exc.detail)
+        threads.call_in_helper(threads.survives, _connect, process_group, reporter, message)
+    except ResourceLimitError as exc:  # no more threads can be started
+        groups.end(process_group, exc.detail)
         reporter.tell(Joined(request=message.request, error=to_wire(exc)))
 
 
 def leave(groups: ProcessGroups, message: Leave) -> None:
-    """Forgets a group; plans of it that still come fail."""
+    """Leaves a group; its later plans fail."""
     group = groups.by_id.get(message.group_id)
     if group is not None:
         groups.end(group, "the group was destroyed")
 
 
-def _made(
+def _make_process_group(
     groups: ProcessGroups, host: str, spec: GroupSpec, controller: str, reporter: Reporter, message: Join
 ) -> ProcessGroup:
     members = message.members

@@ -1,8 +1,8 @@
-"""What one controller drives in this participant: groups, plans and captured steps.
+"""The lease of one controller on this participant: groups, plans and captured steps.
 
-Programs come by the mailbox, over the channel, or as actor tasks. What must not wait comes over the channel, on a
-thread of its own. All answers go to the controller that holds the lease: a later one counts plans from 1 again, and
-would take the number of an earlier one's plan for one of its own.
+Programs arrive by the mailbox, over the channel, or as actor tasks. Messages that must not wait arrive over the
+channel, which has its own thread. All answers go to the controller that holds the lease: a later controller numbers
+its plans from 1 again, so answers to an earlier controller's plans would be ambiguous.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from raycollect.member import introspection, joining
 from raycollect.member.captured_steps import CapturedStep, CapturedSteps, open_doorbell, pinned
 from raycollect.member.executor import Executor
 from raycollect.member.methods import Methods
-from raycollect.member.plan_queue import Came, PlanQueue
+from raycollect.member.plan_queue import PlanQueue, ReceivedPlan
 from raycollect.member.reporter import Reporter
 from raycollect.member.runtime import Runtime
 from raycollect.member.sequencer import PlanSequencer
@@ -48,8 +48,8 @@ from raycollect.pos import Container
 from raycollect.pos.handle import Handle
 
 
-class Holder(Protocol):
-    """Who is driven; implemented by `member.participant`."""
+class LeasedParticipant(Protocol):
+    """The leased participant; implemented by `member.participant`."""
 
     runtime: Runtime
     actor_id: str
@@ -59,47 +59,49 @@ class Holder(Protocol):
     watch: WaitMonitor
 
     def keep_output(self, key: Key, container: Container) -> Handle | None:
-        """Keeps what a plan has made; returns its handle where a task of Ray's returns that."""
+        """Stores an output of a plan; returns its handle if a task of Ray returns the handle."""
 
     def task_of(self, seq: int) -> bytes | None:
-        """Under the returns of which task the outputs of a plan are kept that no actor task has brought."""
+        """The task whose return ids are the keys of a plan's outputs, for a plan without an actor task."""
 
     def exits(self) -> None:
-        """The process is about to end."""
+        """Notes that the process is about to exit."""
 
 
 class Lease:
-    """What one controller drives. Any thread may call it; `received` and `end` are for the channel's."""
+    """The lease of one controller. Any thread may call it; the channel's thread calls `received` and `end`."""
 
     def __init__(
         self,
         controller: str,
         description: str,
         link: Link,
-        holder: Holder,
+        participant: LeasedParticipant,
         mailbox: MailboxClient | None = None,
     ) -> None:
         self.controller = controller
         self.description = description
         self.link = link
-        runtime = holder.runtime
-        self._holder = holder
-        self._methods = holder.methods
+        runtime = participant.runtime
+        self._participant = participant
+        self._methods = participant.methods
         self._runtime = runtime
         self._store = runtime.instruments.store
         self._sequencer = PlanSequencer(runtime.tracer)
-        self._reporter = Reporter(link, runtime.instruments.recorder, self._sequencer, holder.watch)
+        self._reporter = Reporter(link, runtime.instruments.recorder, self._sequencer, participant.watch)
         self._mailbox = mailbox
         self._groups = runtime.process_groups
-        self._running: dict[int, Run] = {}  # by the plan's number
-        self._exchanges: dict[int, ChannelExchange] = {}  # their agreements through the controller, if they have one
+        self._running: dict[int, Run] = {}  # plan number -> its run
+        self._exchanges: dict[int, ChannelExchange] = {}  # plan number -> its agreement through the controller
         self._captures = CapturedSteps()
         self._recording = introspection.RecordingAgent(controller, runtime, self._reporter, self._sequencer)
-        self.plan_queue: PlanQueue = PlanQueue(self._store, self._sequencer, self._reporter, holder.methods, mailbox)
+        self.plan_queue: PlanQueue = PlanQueue(
+            self._store, self._sequencer, self._reporter, participant.methods, mailbox
+        )
         self._executor = Executor(self._sequencer, self._reporter, self.plan_queue)
 
     def end(self, reason: str) -> None:
-        """Ends all that the controller drives, even if a part of that fails. Never waits."""
+        """Ends all groups, plans and steps of the controller, even if some of them raise. Never waits."""
         for seq in self._sequencer.close(reason):
             threads.survives(self._wake, seq)
         threads.survives(self._captures.close, reason)
@@ -112,69 +114,71 @@ class Lease:
 
     @property
     def is_overlapping(self) -> bool:
-        """Whether the methods of this actor may overlap, or run in another order than they were submitted."""
-        return not self._methods.is_ordered or not all(one.ordered for one in self._groups.of(self.controller))
+        """Whether the methods of this actor may overlap, or run out of submission order."""
+        return not self._methods.is_ordered or not all(group.ordered for group in self._groups.of(self.controller))
 
     def hand_over(self, payload: bytes, task: bytes | None) -> Future[Any] | None:
-        """Runs a plan in the thread of `PlanQueue`; None: methods come one by one, and so it runs in the caller's.
+        """Runs a plan in the thread of `PlanQueue`; None: methods run one by one, so the caller's thread runs the plan.
 
         Args:
-            payload: What `planner.encode_order` made.
-            task: The id of the actor task that brought it; outputs are kept under its returns.
+            payload: From `planner.encode_order`.
+            task: The id of the plan's actor task; its return ids are the keys of outputs.
 
         Returns:
-            What the task returns, once that is there: at once where the plan makes nothing here.
+            A future of the task's result; already set if the plan has no outputs here.
 
         Raises:
             InternalError, ResourceLimitError: The thread can't be started.
         """
         if not self.is_overlapping:
             return None
-        came = Came(*decode_order(payload), task=task)
-        ticket = came.ticket
+        received = ReceivedPlan(*decode_order(payload), task=task)
+        ticket = received.ticket
         try:
-            result = self.plan_queue.add(came, self.run_ordered)
+            result = self.plan_queue.add(received, self.run_ordered)
         except RuntimeError as exc:
             error = threads.failed("starting the thread for plans", exc)
             self.not_begun(ticket.seq, error, ticket.predecessor)
             raise anew(error) from exc
-        if not came.program.makes:
+        if not received.program.makes:
             result = Future()
             result.set_result(None)
         return result
 
     def run_program(self, payload: bytes, task: bytes | None) -> Any:
-        """Runs this participant's part in a plan, tells the controller how it ended, and returns its outputs' handles.
+        """Runs this participant's part of a plan, reports its end to the controller, and returns its outputs' handles.
 
         Args:
-            payload: What `planner.encode_order` made.
-            task: The id of the actor task that brought it; outputs are kept under its returns.
+            payload: From `planner.encode_order`.
+            task: The id of the plan's actor task; its return ids are the keys of outputs.
 
         Raises:
-            RaycollectError: The plan failed and had outputs here, so that users of their refs get the error.
+            RaycollectError: The plan failed and had outputs here; users of their refs get the error.
         """
-        came = Came(*decode_order(payload), task=task)
-        self.plan_queue.reached(came.ticket.seq)
+        received = ReceivedPlan(*decode_order(payload), task=task)
+        self.plan_queue.reached(received.ticket.seq)
         try:
-            return self._carry_out(came)
+            return self._carry_out(received)
         except SystemExit:
-            self._holder.exits()
+            self._participant.exits()
             raise
 
-    def _carry_out(self, came: Came) -> Any:
-        ticket, keys, program, order, letter, task, _ = came
+    def _carry_out(self, received: ReceivedPlan) -> Any:
+        ticket, keys, program, order, letter, task, _ = received
         seq = ticket.seq
         is_in_turn = order is not None and order.in_order
         handles, outcome = list[Handle | None](), Outcome()
 
         def keep(outputs: Sequence[Container]) -> None:
-            by = task or self._holder.task_of(seq)
-            assert by is not None  # a program with outputs is an actor task, or the driver's own
-            handles.extend(self._holder.keep_output(task_key(by, at), one) for at, one in enumerate(outputs, 1))
+            by = task or self._participant.task_of(seq)
+            assert by is not None  # a program with outputs is an actor task, or the driver's
+            handles.extend(
+                self._participant.keep_output(task_key(by, at), container) for at, container in enumerate(outputs, 1)
+            )
 
         def run(_: RunStep) -> RaycollectError | None:
             nonlocal outcome
-            # One group suffices to say that methods may be late. A group that was destroyed has nothing to say.
+            # Methods may be late if any group says so. Destroyed groups don't count.
             is_ordered, by_id = True, self._groups.by_id
             for group_id in program.group_ids:
                 group = by_id.get(group_id)
@@ -183,7 +187,7 @@ class Lease:
                 self.plan_queue.wait_for_operands(seq, keys)
             is_apart = is_in_turn or (order is not None and is_ordered)
             with self._methods.without(seq, partial(self._sequencer.reason, seq)) if is_apart else nullcontext():
-                outcome = self._run(came, is_ordered, keep)
+                outcome = self._run(received, is_ordered, keep)
             return outcome.error
 
         after = order.after if order is not None and is_in_turn else b""
@@ -191,13 +195,13 @@ class Lease:
         if error is None:
             self._tell_well(seq, program, outcome.ended, letter=letter, was_aborted=was_aborted)
         elif program.makes:
-            if isinstance(error, GroupBrokenError):  # by a death, before this plan was aborted for it
+            if isinstance(error, GroupBrokenError):  # after a death, before this plan was aborted
                 raise PlanAbortedError(detail=error.detail)
             raise anew(error)
         return handles[0] if len(handles) == 1 else tuple(handles) or None
 
     def listen(self) -> bool:
-        """Takes letters from the mailbox from now on; False: no more threads can be started."""
+        """Starts taking letters from the mailbox; False: no more threads can be started."""
         try:
             self.plan_queue.start(self.run_ordered)
         except RuntimeError:
@@ -206,24 +210,24 @@ class Lease:
             return False
         return True
 
-    def run_ordered(self, came: Came) -> None:
-        """Does what `run_program` does in the thread of `PlanQueue`, and raises nothing."""
+    def run_ordered(self, received: ReceivedPlan) -> None:
+        """Runs a plan as `run_program` does, in the thread of `PlanQueue`; never raises."""
         returned, error = None, None
         try:
-            returned = self._carry_out(came)
+            returned = self._carry_out(received)
         except RaycollectError as exc:
-            error = kept(exc)  # the controller was told
-        except SystemExit:  # as in an actor task it ends the actor, and not just this thread
-            self._holder.exits()
+            error = kept(exc)  # the controller has the error
+        except SystemExit:  # ends the actor, as in an actor task, and not only this thread
+            self._participant.exits()
             os._exit(1)
-        except Exception as exc:  # noqa: BLE001 - any: the controller waits
+        except Exception as exc:  # noqa: BLE001 - the controller waits
             error = threads.failed("carrying out an order", exc)
-            self.not_begun(came.ticket.seq, error)
-        if came.result is not None:
-            self.plan_queue.settle(came.result, returned, error=error)
+            self.not_begun(received.ticket.seq, error)
+        if received.result is not None:
+            self.plan_queue.settle(received.result, returned, error=error)
 
-    def _run(self, came: Came, is_ordered: bool, keep: Keep) -> Outcome:
-        seq, program, order = came.ticket.seq, came.program, came.order
+    def _run(self, received: ReceivedPlan, is_ordered: bool, keep: Keep) -> Outcome:
+        seq, program, order = received.ticket.seq, received.program, received.order
         place, exchange = program.agreement, None
         if program.commits or not place.group_id:
             exchange = ChannelExchange("", place.ranks.index(place.rank), self._reporter.tell)
@@ -234,7 +238,7 @@ class Lease:
                 seq,
                 self._groups.communicator,
                 self._runtime.instruments,
-                keys=came.keys,
+                keys=received.keys,
                 aborted=partial(self._sequencer.reason, seq),
                 waiting=None if is_ordered else lambda key: self._reporter.tell(messages.Waiting(seq=seq, key=key)),
                 exchange=exchange,
@@ -249,7 +253,7 @@ class Lease:
                 self._exchanges.pop(seq, None)
 
     def _tell_well(self, seq: int, program: Program, ended: Sequence[int], *, letter: int, was_aborted: bool) -> None:
-        # If all see each other, the last one tells for all that it went well. Who was told to abort answers for itself.
+        # If all ranks see each other, the last one reports success for all. An aborted rank answers for itself.
         is_last = len(ended) == len(program.agreement.ranks)
         if letter and self._mailbox is not None and is_last and not was_aborted:
             self._mailbox.ended(letter)
@@ -259,20 +263,20 @@ class Lease:
     # ------------------------------------------------------------------------------------------ captured steps
 
     def capture(self, payload: bytes, values: Sequence[Any], invoker: Callable[[Sequence[str]], Invoke]) -> bool:
-        """Takes in a captured step. Returns whether its runs may come by the controller's doorbell.
+        """Installs a captured step. Returns whether its runs may arrive by the controller's doorbell.
 
         Args:
-            payload: Of `step_program.CAPTURES`.
-            values: What its refs stand for, in the order of their slots.
-            invoker: Gives what calls the methods of these names.
+            payload: From `step_program.CAPTURES`.
+            values: The values of its refs, in the order of their slots.
+            invoker: Returns the function that calls the methods of these names.
 
         Raises:
-            RefusedError: A value is not there, or is another participant's; or there is no such method.
-            CaptureError: It was closed before it came here.
+            RefusedError: A value is missing or another participant's, or the actor lacks a method.
+            CaptureError: The step was closed before it arrived.
         """
         step_program, segment, slot = CAPTURES.decode(payload)
-        here = self._holder
-        pairs = zip(values, step_program.keys, strict=False)  # those of the refs come first
+        here = self._participant
+        pairs = zip(values, step_program.keys, strict=False)  # the refs' keys are first
         refs = [pinned(value, key, self._store, here.actor_id, here.actor) for value, key in pairs]
         methods = [action.method for action in step_program.actions if isinstance(action, Invocation)]
         invoke = invoker(methods)
@@ -292,42 +296,42 @@ class Lease:
         return doorbell is not None
 
     def captured_step(self, capture: bytes) -> CapturedStep:
-        """A captured step; CaptureError: there is none."""
-        found = self._captures.find(capture)
-        if found is None:
+        """A captured step; CaptureError: no such step."""
+        step = self._captures.find(capture)
+        if step is None:
             raise CaptureError(detail="this captured step is not here: it was closed, or its driver has ended")
-        return found
+        return step
 
     # ------------------------------------------------------------------------------------------ messages
 
     def received(self, message: messages.Message) -> None:
-        """A message of the controller; on the channel's thread, so nothing here may wait."""
+        """Handles a message of the controller, on the channel's thread, so this must not wait."""
         handle = _HANDLERS.get(type(message))
         if handle is None:
             raise ProtocolError(detail=f"unexpected message {type(message).__name__}")
         handle(self, message)
 
     def not_begun(self, seq: int, error: threads.Failure, predecessor: int = 0) -> None:
-        """A plan, or a run, can't begin here: what comes after it goes on, but behind what comes before it."""
+        """Ends a plan or run that can't begin here, in its order, so that its successors continue."""
         self._sequencer.after(seq, predecessor, partial(self._sequencer.end, seq))
         self._reporter.tell_failure(seq, error)
 
     def _order(self, message: messages.Order) -> None:
         try:
             self.plan_queue.received(message, self.run_ordered)
-        except ResourceLimitError as exc:  # there are no more threads
+        except ResourceLimitError as exc:  # no more threads can be started
             self.not_begun(decode_order(message.payload)[0].seq, exc)
 
     def _abort(self, message: messages.Abort) -> None:
         self._runtime.instruments.recorder.add("abort", message.seq, message.reason)
         if self._sequencer.abort(message.seq, message.reason):
-            # It may have ended silently, as it left the report to a rank that is gone by now.
+            # The plan may have ended without a report, as a rank that is dead by now had to report it.
             self._reporter.tell(messages.Done(seq=message.seq, ranks=[], error=None, story=[]))
         else:
             self._wake(message.seq)
 
     def _wake(self, seq: int) -> None:
-        running = self._running.get(seq)  # else it has not begun, and asks the sequencer before each launch
+        running = self._running.get(seq)  # None: not begun; a run checks the sequencer before each launch
         if running is not None:
             running.abort()
         else:
@@ -335,10 +339,10 @@ class Lease:
         self._store.wake()
         self._methods.wake()
 
-    def _run_came(self, message: messages.Run) -> None:
-        found = self._captures.find(message.capture)
-        if found is None or not found.received(message):
-            self._sequencer.end(message.seq)  # what comes after it goes on
+    def _receive_run(self, message: messages.Run) -> None:
+        step = self._captures.find(message.capture)
+        if step is None or not step.received(message):
+            self._sequencer.end(message.seq)  # its successors continue
             self._reporter.tell_failure(message.seq, CaptureError(detail="this captured step is closed"))
 
     def _arrivals(self, message: messages.Arrivals) -> None:
@@ -351,10 +355,10 @@ class Lease:
             exchange.arrived(message.seq, message.round, message.blobs, more=message.more)
 
     def _gone(self, message: messages.Gone) -> None:
-        """A member is gone. If it has died, the group ends, and must not keep its memory.
+        """Handles the death or departure of a member. After a death the group ends, and releases the member's memory.
 
-        What it did before counts: a plan under way that needs no more of it runs to its end. The controller, which
-        knows who had ended, aborts any other.
+        A plan in progress that needs nothing more of the member still completes. The controller, which knows which
+        participants had ended, aborts the other plans.
         """
         self._groups.received(message)
         here = self._groups.by_id.get(message.group_id)
@@ -368,11 +372,11 @@ class Lease:
         self._sequencer.when_ended(under_way, end)
 
     def _end_group(self, group: ProcessGroup, reason: str) -> None:
-        communicator = group.plans.refuse(reason)  # first: a plan has begun, and is aborted, or gets none
+        communicator = group.plans.refuse(reason)  # first: each plan is either aborted below, or refused
         try:
             self._abort_plans(group.spec.group_id, reason)
         finally:
-            if communicator is not None:  # it keeps no memory of the dead, and waits for none of them to close it too
+            if communicator is not None:  # releases the dead member's memory; closing must not wait for it
                 threads.survives(communicator.abort, 0)  # the library may not be ours
                 threads.bounded(communicator.close)
 
@@ -393,7 +397,7 @@ _OF_GROUPS: tuple[type, ...] = (*(messages.Answer, messages.Ask, messages.Drop, 
 
 _HANDLERS: dict[type, Callable[[Lease, Any], None]] = {
     messages.Join: lambda lease, message: joining.join(
-        lease._groups, lease._holder.host, lease.controller, lease._reporter, message
+        lease._groups, lease._participant.host, lease.controller, lease._reporter, message
     ),
     messages.Leave: lambda lease, message: joining.leave(lease._groups, message),
     messages.Abort: Lease._abort,
@@ -403,7 +407,7 @@ _HANDLERS: dict[type, Callable[[Lease, Any], None]] = {
     messages.Look: lambda lease, message: lease._reporter.tell(
         introspection.look(message, lease._runtime.instruments, lease._sequencer)
     ),
-    messages.Run: Lease._run_came,
+    messages.Run: Lease._receive_run,
     messages.Forget: lambda lease, message: lease._captures.forget(message.capture, "the captured step was closed"),
     messages.Order: Lease._order,
     messages.Record: lambda lease, message: lease._recording.record(message),

@@ -1,6 +1,6 @@
-"""The methods of an actor that Ray calls, as far as plans and runs of captured steps have to keep clear of them.
+"""The methods of an actor that Ray calls, and their mutual exclusion with plans and runs of captured steps.
 
-A method may run for any time, on behalf of any process. A plan or run that waits for its end can still be aborted.
+A method of any caller may run for any time. A plan or run that waits for the method's end can still be aborted.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from raycollect.errors import PlanAbortedError, RaycollectError, Violation, anew
 from raycollect.observe import Tracer, run_steps
 
 KEPT = 4096
-"""How many ended calls are remembered. Who waits for an earlier one has to ask (`Behind`)."""
+"""How many ended calls are remembered. A plan that waits for an older call asks the controller (`Behind`)."""
 
 _LOOK_S = 0.1
-"""How often a plan or run that waits for a method looks whether it was aborted, in seconds."""
+"""How often a plan or run that waits for a method checks for an abort, in seconds."""
 
 _OVERLAP: AbstractContextManager[None] = nullcontext()
 
@@ -26,13 +26,13 @@ class Methods:
     """The methods of this actor. Any thread may call it.
 
     Args:
-        actor: What a person calls the actor.
+        actor: The name of the actor for a person.
         tracer: Whether waits are recorded.
 
     Attributes:
-        is_ordered: Whether they come one by one; known when the actor is described to a controller.
-        lock: If they come one by one, held by a method that Ray calls, or by what must not run beside one.
-        refusals: Why methods can't run now, by what says so.
+        is_ordered: Whether methods run one by one; set when the actor is described to a controller.
+        lock: If methods run one by one, held by a method that Ray calls, or by a plan or run that excludes methods.
+        refusals: The errors that keep methods from running, by the object that set them.
     """
 
     def __init__(self, actor: str = "", tracer: Tracer | None = None) -> None:
@@ -41,44 +41,44 @@ class Methods:
         self.refusals: dict[object, RaycollectError] = {}
         self._actor = actor
         self._tracer = tracer or Tracer()
-        self._thread = 0  # in which Ray runs them, if they come one by one
-        self._noting = threading.Lock()  # a plan's thread notes what a fence has told, beside that of the methods
-        self._ended: dict[bytes, bool] = {}  # by task: whether Ray needs nothing more of the call
+        self._thread = 0  # the thread of the methods, if they run one by one
+        self._noting = threading.Lock()  # also a plan's thread notes ends of calls
+        self._ended: dict[bytes, bool] = {}  # task -> whether Ray needs nothing more of the call
         self._changed = threading.Condition()
         self._waiting = 0
 
     def described(self, *, is_ordered: bool) -> None:
-        """Notes whether they come one by one, which is then in the calling thread."""
+        """Sets whether methods run one by one, and then always in the calling thread."""
         self.is_ordered = is_ordered
         self._thread = threading.get_ident()
 
     def guard(self) -> AbstractContextManager[Any]:
-        """What a method that Ray calls holds while it runs."""
+        """The context of a method that Ray calls."""
         return self.lock if self.is_ordered else _OVERLAP
 
     def may_begin(self, called_by_ray: str = "") -> None:
-        """Raises what keeps the methods of this actor, or that method which Ray calls, from running.
+        """Raises the error that keeps methods from running, or the given method that Ray calls.
 
-        Ray does not tell whether an actor with tensor transport has concurrency groups of its own. If no method of the
-        class names one, a call with ``.options(concurrency_group=...)`` shows it, too late for what was ordered before.
+        Ray does not expose the concurrency groups of an actor with tensor transport. If no method of the class names a
+        group, only a call with ``.options(concurrency_group=...)`` reveals it, too late for earlier plans.
         """
         if self.refusals:
             raise anew(next(iter(self.refusals.values())))
         if called_by_ray and self.is_ordered and threading.get_ident() != self._thread:
             expected = f"@ray.method(concurrency_group=...) at {called_by_ray!r}: then the actor is not ordered"
-            found = f"{called_by_ray!r} in a concurrency group that only its caller names"
-            wrong = Violation(kind="unsupported", field="method", found=found, expected=expected, actor=self._actor)
+            actual = f"{called_by_ray!r} in a concurrency group that only its caller names"
+            wrong = Violation(kind="unsupported", field="method", found=actual, expected=expected, actor=self._actor)
             raise refusal(called_by_ray, "", (wrong,))
 
     # ------------------------------------------------------------------------------------------ their ends
 
     def note_end(self, task: bytes, *, is_over: bool) -> None:
-        """`note`, where plans wait for methods (P2)."""
+        """Calls `note` if plans wait for methods (P2)."""
         if self.is_ordered:
             self.note(task, is_over=is_over)
 
     def note(self, task: bytes, *, is_over: bool) -> None:
-        """A method has ended; `is_over`: Ray does not read a tensor any more to tell its result."""
+        """Notes the end of a method; `is_over`: Ray needs no tensor any more to return the result."""
         ended = self._ended
         with self._noting:
             ended[task] = is_over
@@ -88,16 +88,16 @@ class Methods:
             self.wake()
 
     def is_over(self, task: bytes) -> bool | None:
-        """What `note` was told of a call; None: nothing yet."""
+        """`is_over` of a call, as noted; None: the call has not ended."""
         return self._ended.get(task)
 
     def wake(self) -> None:
-        """Whoever waits looks again."""
+        """Makes all waits check their condition again."""
         with self._changed:
             self._changed.notify_all()
 
     def wait_for(self, is_met: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Waits until a condition is met, which depends on what is noted here; False: it was not in time."""
+        """Waits for a condition on the state of this object; False on a timeout."""
         with self._changed:
             self._waiting += 1
             try:
@@ -105,10 +105,10 @@ class Methods:
             finally:
                 self._waiting -= 1
 
-    # ------------------------------------------------------------------------------------------ kept apart
+    # ------------------------------------------------------------------------------------------ mutual exclusion
 
     def without(self, seq: int, aborted: Callable[[], str | None]) -> AbstractContextManager[None]:
-        """Around a plan, beside which no method may run; the arguments and errors are those of `keep_out`."""
+        """A context that excludes methods; the arguments and errors are those of `keep_out`."""
         return _Without(self, seq, aborted)
 
     def keep_out(self, seq: int, aborted: Callable[[], str | None]) -> None:
@@ -116,10 +116,10 @@ class Methods:
 
         Args:
             seq: The number of the plan or run.
-            aborted: Why it was aborted, or None.
+            aborted: Returns the reason of an abort, or None.
 
         Raises:
-            PlanAbortedError: It was aborted while a method ran.
+            PlanAbortedError: The plan or run was aborted while a method ran.
         """
         lock = self.lock
         if lock.acquire(blocking=False):

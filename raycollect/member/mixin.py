@@ -1,4 +1,4 @@
-"""The mixin: an actor's public methods leave their tensors in the actor and give Ray a handle."""
+"""The mixin: tensors that an actor's public methods return stay in the actor, and Ray gets a handle."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from raycollect.ray_bridge.call_tokens import LentToken
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _inside: ContextVar[bool] = ContextVar("raycollect_inside", default=False)
-"""True while a method that Ray called runs: calls that it makes itself are plain calls."""
+"""True during a method that Ray has called: calls from inside it are plain calls."""
 
 
 def by_value(method: _Method) -> _Method:
-    """Opts a method of a `CollectiveParticipant` out: what it returns goes through Ray as usual.
+    """Opts a method of a `CollectiveParticipant` out: Ray passes its return values as usual.
 
     Raises:
-        InvalidArgumentError: It is no function.
+        InvalidArgumentError: The argument is not a function.
     """
     if isinstance(method, type) or not callable(getattr(method, "func", method)):  # partialmethod is not callable
         raise refusal("by_value", "", (wrong_argument("method", shown(method), "a function in a class"),))
@@ -56,7 +56,7 @@ class CollectiveParticipant:
         super().__init_subclass__(**kwargs)
         submitted_calls.watch_retries()
         if "__ray_actor_class__" not in vars(cls):
-            return  # Only the class that Ray derives from the author's is changed: wherever else, nothing is overridden
+            return  # changes only the class that Ray derives from the user's
         if any(_is_async(inspect.getattr_static(cls, name)) for name in dir(cls)):
             # Ray makes this an async actor: a plain function would block its event loop.
             cls._raycollect_run = _run_program_async  # type: ignore[method-assign]
@@ -78,12 +78,12 @@ class CollectiveParticipant:
         return [None] * count
 
     def _raycollect_fence(self, controller: str = "", seq: int = 0) -> None:
-        """When it ends, all that was submitted before it has ended, and that plan of that controller."""
+        """Ends after all tasks submitted before it, and after that plan of that controller."""
         if seq:
             this_participant().pass_fence(controller, seq)
 
     def _raycollect_items(self, function: Callable[..., Iterator[Any]], *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """What `__ray_call__` does, for a generator function."""
+        """Runs a generator function, as `__ray_call__` runs a function."""
         yield from function(self, *args, **kwargs)
 
     def _raycollect_capture(self, payload: bytes, *values: Any) -> bool:
@@ -119,8 +119,8 @@ def _is_method(cls: type, name: str) -> bool:
 
 def _hold(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     partial = getattr(method, "_partialmethod", None) or getattr(method, "__partialmethod__", None)
-    if partial is not None and any(hasattr(one, BY_VALUE) for one in (partial, partial.func)):
-        by_value(method)  # a function that was made for this access
+    if partial is not None and any(hasattr(function, BY_VALUE) for function in (partial, partial.func)):
+        by_value(method)  # a new function, made by this access
     if inspect.isasyncgenfunction(method):
         return _hold_async_generator(method, name)
     if inspect.isgeneratorfunction(method):
@@ -144,15 +144,15 @@ def _hold_plain(method: Callable[..., Any], name: str) -> Callable[..., Any]:
                 args, kwargs = _resolve(args, kwargs)
                 with methods.guard():
                     value = method(self, *args, **kwargs)
-            found = keep(here, method, task, value, lent)
-            if type(found) is direct_transport.Returned and lent is None:
+            result = keep(here, method, task, value, lent)
+            if type(result) is direct_transport.Returned and lent is None:
                 here.keeps(name)
         except BaseException:
             methods.note_end(task, is_over=False)
             raise
-        if type(found) is not Returns:
-            methods.note_end(task, is_over=needs_nothing(found))
-        return found
+        if type(result) is not Returns:
+            methods.note_end(task, is_over=needs_nothing(result))
+        return result
 
     return held
 
@@ -227,7 +227,7 @@ def _hold_async_generator(method: Callable[..., Any], name: str) -> Callable[...
 
 
 def _first_index(method: Callable[..., Any], frame: FrameType) -> int:
-    """The index of the first item of a generator that Ray has just begun; a streaming one's own ref has index 1."""
+    """The index of the first item of a generator; a streaming generator's own ref has index 1."""
     declared = isinstance(getattr(method, "__ray_num_returns__", None), int)
     if ray_internals.is_streamed(frame, unknown=not declared):
         return 2
@@ -235,11 +235,11 @@ def _first_index(method: Callable[..., Any], frame: FrameType) -> int:
 
 
 def _take_in(self: CollectiveParticipant, value: Any, copies: int = 0) -> Any:
-    """Keeps a value of the driver, as if this method had made it; in a list that has it so many times."""
+    """Stores a value of the driver, as a return value of this method; with `copies`, in a list of so many copies."""
     return [value] * copies if copies else value
 
 
-# Not `_raycollect_...`: plans are behind them, as behind the methods of users.
+# Not `_raycollect_...`: plans wait for these methods, as for users' methods.
 CollectiveParticipant.__raycollect_give_kept__ = _hold(  # type: ignore[attr-defined]
     lambda self, capture, seq: this_participant().leased().captured_step(capture).runner.take_kept(seq),
     "__raycollect_give_kept__",
@@ -251,11 +251,11 @@ CollectiveParticipant.__raycollect_take_in__ = _hold(_take_in, "__raycollect_tak
 
 
 def _invoker(guarded: Methods, actor: Any, loop: asyncio.AbstractEventLoop | None, names: Sequence[str]) -> Invoke:
-    """What calls methods in the runs of a captured step, in the actor's loop if it has one; nothing is kept of them.
+    """Returns the function that calls methods in runs of a captured step, in the actor's event loop if it has one.
 
     Raises:
         InvalidArgumentError: The actor has no such method.
-        UnsupportedError: It is a generator, which gives no value.
+        UnsupportedError: The method is a generator.
     """
     methods = {name: _method(actor, name) for name in names}
 
@@ -268,7 +268,7 @@ def _invoker(guarded: Methods, actor: Any, loop: asyncio.AbstractEventLoop | Non
             _inside.reset(token)
 
     async def call(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        value = invoke(name, args, kwargs)  # in a context of this call's own
+        value = invoke(name, args, kwargs)  # in the context of this task
         return await value if inspect.iscoroutine(value) else value
 
     def invoke_there(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -282,26 +282,26 @@ def _invoker(guarded: Methods, actor: Any, loop: asyncio.AbstractEventLoop | Non
 
 
 def _method(actor: Any, name: str) -> Callable[..., Any]:
-    found = inspect.getattr_static(type(actor), name, None)
-    method = getattr(actor, name, None) if found is not None else None
+    attribute = inspect.getattr_static(type(actor), name, None)
+    method = getattr(actor, name, None) if attribute is not None else None
     if not callable(method):
         public = (other for other in dir(type(actor)) if not other.startswith("_"))
-        known = [other for other in public if callable(inspect.getattr_static(type(actor), other))]
-        raise _wrong_method("argument", f"{name!r}, which {type(actor).__name__} lacks", f"one of {listed(known)}")
-    if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
+        names = [other for other in public if callable(inspect.getattr_static(type(actor), other))]
+        raise _wrong_method("argument", f"{name!r}, which {type(actor).__name__} lacks", f"one of {listed(names)}")
+    if inspect.isgeneratorfunction(attribute) or inspect.isasyncgenfunction(attribute):
         raise _wrong_method("unsupported", f"{name!r}, a generator", "one that returns its value")
     return method  # type: ignore[no-any-return]
 
 
-def _wrong_method(kind: str, found: str, expected: str) -> RefusedError:
-    return refusal("capture", "", (Violation(kind=kind, field="method", found=found, expected=expected),))
+def _wrong_method(kind: str, actual: str, expected: str) -> RefusedError:
+    return refusal("capture", "", (Violation(kind=kind, field="method", found=actual, expected=expected),))
 
 
 # ---------------------------------------------------------------------------------------------- one call
 
 
 def _outermost(name: str) -> bytes | None:
-    """The task, if Ray called this method itself; None: the class's own code did."""
+    """The task, if Ray has called this method; None if the class's own code has."""
     if _inside.get():
         return None
     task = ray_internals.current_task()
@@ -310,7 +310,7 @@ def _outermost(name: str) -> bytes | None:
 
 @contextmanager
 def _called_by_ray(here: Participant, task: bytes, name: str) -> Iterator[None]:
-    """Around a method: notes its exception under its task, and its time in the timeline."""
+    """A context around a method: records its exception under its task, and its time in the timeline."""
     token, ring = _inside.set(True), here.runtime.tracer.ring
     began_s = 0.0 if ring is None else ring.clock()
     try:
@@ -329,7 +329,7 @@ def _called_by_ray(here: Participant, task: bytes, name: str) -> Iterator[None]:
 
 
 def _resolve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replaces handles among the arguments by tensors, as Ray replaces refs by values."""
+    """Replaces handles in the arguments by tensors, as Ray replaces refs by values."""
     if not any(isinstance(value, Handle) for value in (*args, *kwargs.values())):
         return args, kwargs
     return tuple(map(_value, args)), {name: _value(value) for name, value in kwargs.items()}
@@ -338,7 +338,7 @@ def _resolve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
 async def _resolve_async(
     here: Participant, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`_resolve`, which waits only where tensors are elsewhere, and then in a thread."""
+    """Calls `_resolve`; in a helper thread if it has to wait for tensors of other participants."""
     handles = [value for value in (*args, *kwargs.values()) if isinstance(value, Handle)]
     if not handles:
         return args, kwargs

@@ -2,11 +2,11 @@
 
 Before the agreement, the call combines the rank's tensors on the GPU of the group (GPU 0, or the option ``device``).
 Then one collective over the ranks runs on that GPU, and the result is copied to the other GPUs. A tensor on the GPU of
-the group is used in place. Traffic between ranks is that of one GPU per rank; the reduced tensors take memory on the
-GPU of the group, and as much again while they are computed. AVG is over the tensors of all GPUs of all ranks.
+the group is used in place. Traffic between ranks is that of one GPU per rank. The reduced tensors take memory on the
+GPU of the group, and twice as much during the reduction. AVG is over the tensors of all GPUs of all ranks.
 
 The backend of the group is ``"nccl"``. The tensors of a rank have the same shape and dtype, and each is on another GPU;
-all ranks pass the same number. Otherwise the agreement refuses the call on all ranks, and no tensor was changed. An
+all ranks pass the same number. Otherwise the agreement refuses the call on all ranks, and no tensor is changed. An
 operation returns when all its GPUs have finished. See `allreduce` for the other errors.
 """
 
@@ -32,7 +32,7 @@ _BACKEND = "nccl"
 
 _Tensors = Sequence[DeviceArray]
 _Given = tuple[str, Structure, _Tensors]
-"""An operand on the GPU of the group: its name, its form, and its tensors. The form says how many GPUs a rank has."""
+"""An operand on the GPU of the group: its name, its structure, which shows a rank's GPUs, and its tensors."""
 
 
 def allreduce_multigpu(
@@ -49,12 +49,12 @@ def allreduce_multigpu(
         UnsupportedError: There is no GPU, the group has another backend, or cupy can't reduce tensors of that dtype.
         RefusedError: Arguments differ between ranks, or the tensors of one don't fit together. Raised on all ranks.
     """
-    call = _Call(OpKind.ALLREDUCE, group_name, op=op)
+    call = _MultiGpuCall(OpKind.ALLREDUCE, group_name, op=op)
 
     def prepare() -> _Prepared:
         mine = call.row("tensor_list", tensor_list, is_written=True)
-        total = call.fold([[one] for one in mine])
-        return [("tensor_list", _whole(len(mine)), total)], [(total, [one]) for one in mine]
+        total = call.fold([[tensor] for tensor in mine])
+        return [("tensor_list", _whole(len(mine)), total)], [(total, [tensor]) for tensor in mine]
 
     call.make(prepare)
 
@@ -71,12 +71,12 @@ def reduce_multigpu(
     The result is in ``tensor_list[dst_tensor]`` of `dst_rank`; `dst_tensor` is the same on all ranks. See
     `allreduce_multigpu` for the other arguments and errors.
     """
-    call = _Call(OpKind.REDUCE, group_name, op=op, root=dst_rank)
+    call = _MultiGpuCall(OpKind.REDUCE, group_name, op=op, root=dst_rank)
 
     def prepare() -> _Prepared:
         mine = call.row("tensor_list", tensor_list, is_written=call.is_root)
         chosen = call.chosen("dst_tensor", dst_tensor, mine)
-        total = call.fold([[one] for one in mine])
+        total = call.fold([[tensor] for tensor in mine])
         return [("tensor_list", _whole(len(mine), f", to {dst_tensor}"), total)], [(total, chosen)] * call.is_root
 
     call.make(prepare)
@@ -89,13 +89,13 @@ def broadcast_multigpu(
 
     `src_tensor` is the same on all ranks. See `allreduce_multigpu` for the other arguments and errors.
     """
-    call = _Call(OpKind.BROADCAST, group_name, root=src_rank)
+    call = _MultiGpuCall(OpKind.BROADCAST, group_name, root=src_rank)
 
     def prepare() -> _Prepared:
         mine = call.row("tensor_list", tensor_list, is_written=True)
         source = call.chosen("src_tensor", src_tensor, mine) if call.is_root else []
         carried = call.bring(source) if call.is_root else call.place(list(filter(call.is_home, mine)) or mine[:1])
-        results = [(carried, [one]) for one in mine if one not in source]
+        results = [(carried, [tensor]) for tensor in mine if tensor not in source]
         return [("tensor_list", _whole(len(mine), f", from {src_tensor}"), carried)], results
 
     call.make(prepare)
@@ -109,7 +109,7 @@ def allgather_multigpu(
     `input_tensor_list` has one input per GPU. `output_tensor_lists` has, in the same order of the GPUs, one list per
     GPU: one output for each GPU of each rank, by rank and then by GPU. See `allreduce_multigpu` for the errors.
     """
-    call = _Call(OpKind.ALLGATHER, group_name)
+    call = _MultiGpuCall(OpKind.ALLGATHER, group_name)
 
     def prepare() -> _Prepared:
         given = call.row("input_tensor_list", input_tensor_list)
@@ -119,7 +119,7 @@ def allgather_multigpu(
         each = _by_gpu(len(given))
         every = Structure("list", (), (each,) * call.world_size)
         values = [("input_tensor_list", each, carried), ("output_tensor_lists", every, gathered)]
-        return values, [(gathered, one) for one in taken]
+        return values, [(gathered, row) for row in taken]
 
     call.make(prepare)
 
@@ -136,7 +136,7 @@ def reducescatter_multigpu(
     `input_tensor_lists` has, in the same order of the GPUs, one list per GPU: one input for each GPU of each rank; they
     stay unchanged. See `allreduce_multigpu` for the other arguments and errors.
     """
-    call = _Call(OpKind.REDUCESCATTER, group_name, op=op)
+    call = _MultiGpuCall(OpKind.REDUCESCATTER, group_name, op=op)
 
     def prepare() -> _Prepared:
         taken = call.row("output_tensor_list", output_tensor_list, is_written=True)
@@ -145,7 +145,7 @@ def reducescatter_multigpu(
         each = _by_gpu(len(taken))
         every = Structure("list", (), (each,) * call.world_size)
         values = [("input_tensor_lists", every, totals), ("output_tensor_list", each, items)]
-        return values, [([item], [one]) for item, one in zip(items, taken, strict=True)]
+        return values, [([item], [tensor]) for item, tensor in zip(items, taken, strict=True)]
 
     call.make(prepare)
 
@@ -162,7 +162,7 @@ def send_multigpu(
         group_name: See `allreduce_multigpu`, also for the errors.
         n_elements: Send only the first `n_elements` elements; 0: all.
     """
-    call = _Call(OpKind.SEND, group_name, root=ME, peer=dst_rank)
+    call = _MultiGpuCall(OpKind.SEND, group_name, root=ME, peer=dst_rank)
 
     def prepare() -> _Prepared:
         given = call.single(tensor, n_elements, dst_gpu_index, is_written=False)
@@ -178,7 +178,7 @@ def recv_multigpu(
 
     `src_gpu_index` is the index of the sending GPU in the process of `src_rank`. See `send_multigpu`.
     """
-    call = _Call(OpKind.SEND, group_name, root=src_rank, peer=ME)
+    call = _MultiGpuCall(OpKind.SEND, group_name, root=src_rank, peer=ME)
 
     def prepare() -> _Prepared:
         taken = call.single(tensor, n_elements, src_gpu_index, is_written=True)
@@ -189,7 +189,7 @@ def recv_multigpu(
 
 
 def synchronize(gpu_id: int) -> None:
-    """Waits until a GPU has done all that it was given.
+    """Waits until a GPU has finished its queued work.
 
     Raises:
         UnsupportedError: There is no GPU.
@@ -209,8 +209,8 @@ class _FaultError(Exception):
     """Ends the preparation of a call; its arguments are those of a `Violation`."""
 
 
-class _Call(MemberCall):
-    """One call of an operation. Faults are for the agreement; before that, nothing is written."""
+class _MultiGpuCall(MemberCall):
+    """One call of an operation. The agreement reports faults; before it, no tensor is written."""
 
     def __init__(self, kind: OpKind, group_name: GroupLike, *, op: Any = None, root: Any = -1, peer: Any = -1) -> None:
         operation = OpKind.RECV.value if peer is ME else kind.value
@@ -226,7 +226,7 @@ class _Call(MemberCall):
         self._has_begun = False  # to copy to the GPU of the group
 
     def make(self, prepare: Callable[[], _Prepared]) -> None:
-        """Makes the group's call of what `prepare` gives, and copies its results back.
+        """Runs the group's call on the operands of `prepare`, and copies its results back.
 
         Raises:
             KernelError: The results could not be copied.
@@ -238,65 +238,65 @@ class _Call(MemberCall):
                 values, results = prepare()
             except _FaultError as exc:
                 self._violate(*exc.args)
-        built = [(name, form.build([one.tensor for one in tensors])) for name, form, tensors in values]
+        built = [(name, form.build([tensor.tensor for tensor in tensors])) for name, form, tensors in values]
         try:
             self.run(built, async_op=False, timeout_s=None)
         except BaseException:
             if self._has_begun:
-                with suppress(Exception):  # a device that has failed: the call tells why
-                    across.ended([self._home])  # what was copied there uses memory that is let go of now
+                with suppress(Exception):  # a failed device: the call raises the cause
+                    across.ended([self._home])  # pending copies use memory that is released now
             raise
         self._give(results)
 
     def _give(self, results: Sequence[tuple[_Tensors, _Tensors]]) -> None:
-        moved = [(made, there) for made, there in results if made[0] is not there[0]]
+        moved = [(result, there) for result, there in results if result[0] is not there[0]]
         try:
-            for made, there in moved:
-                across.spread(made, there)
+            for result, there in moved:
+                across.spread(result, there)
             across.ended([device_id(there[0].device) for _, there in moved])
         except Exception as exc:
             detail = f"the result is on GPU {self._home}, and could not be copied from there: {exc}"
             group = self._process_group
             raise KernelError(op=self._kind.value, group_name=group.name, rank=group.rank, detail=detail) from exc
 
-    # ------------------------------------------------------------------------------------------ what was given
+    # ------------------------------------------------------------------------------------------ arguments
 
     def row(self, name: str, tensors: Any, *, is_written: bool = False) -> _Tensors:
-        """The tensors of a list, one of each GPU."""
-        found = self._tensors(name, tensors, is_written=is_written)
-        devices = [one.device for one in found]
+        """The tensors of a list, one per GPU."""
+        row = self._tensors(name, tensors, is_written=is_written)
+        devices = [tensor.device for tensor in row]
         if len(set(devices)) < len(devices):
             raise _FaultError("argument", f"placement of {name}", listed(devices), "each tensor on another GPU")
-        _check_alike(name, found)
-        return found
+        _check_alike(name, row)
+        return row
 
     def rows(self, name: str, lists: Any, like: _Tensors, *, is_written: bool = False) -> Sequence[_Tensors]:
         """The tensors of lists: one list for each GPU of `like`, with one tensor for each GPU of each rank."""
         count = len(like)
         if not isinstance(lists, list | tuple) or len(lists) != count:
-            found = f"{len(lists)} lists" if isinstance(lists, list | tuple) else a_type(lists)
-            raise _FaultError("argument", name, found, f"{count} lists, one for each GPU")
-        rows = [self._tensors(f"{name}[{at}]", one, is_written=is_written) for at, one in enumerate(lists)]
+            actual = f"{len(lists)} lists" if isinstance(lists, list | tuple) else a_type(lists)
+            raise _FaultError("argument", name, actual, f"{count} lists, one for each GPU")
+        rows = [self._tensors(f"{name}[{at}]", row, is_written=is_written) for at, row in enumerate(lists)]
         for at, (row, own) in enumerate(zip(rows, like, strict=True)):
-            one = f"{name}[{at}]"
+            row_name = f"{name}[{at}]"
             if len(row) != self.world_size * count:
                 expected = f"{self.world_size * count}, one for each of {count} GPUs of {self.world_size} ranks"
-                raise _FaultError("argument", one, f"{len(row)} tensors", expected)
+                raise _FaultError("argument", row_name, f"{len(row)} tensors", expected)
             if devices := {tensor.device for tensor in row} - {own.device}:
-                raise _FaultError("argument", f"placement of {one}", listed(sorted(devices)), own.device)
-            _check_alike(one, [own, *row])
+                raise _FaultError("argument", f"placement of {row_name}", listed(sorted(devices)), own.device)
+            _check_alike(row_name, [own, *row])
             if is_written and any(arrays.overlap(*two) for two in pairwise(sorted(row, key=arrays.byte_range))):
-                raise _FaultError("alias", one, "made of tensors that overlap", "separate memory")
+                raise _FaultError("alias", row_name, "made of tensors that overlap", "separate memory")
         return rows
 
     def single(self, tensor: Any, n_elements: Any, gpu_index: Any, *, is_written: bool) -> _Tensors:
-        """The one tensor of a send or a receive, or its first elements."""
+        """The tensor of a send or a receive, or its first elements."""
         gpus = _gpus()
         if type(gpu_index) is not int or not 0 <= gpu_index < gpus:
             raise _FaultError("argument", "gpu index", repr(gpu_index), f"one of 0 to {gpus - 1}")
-        (array,) = found = self._tensors("tensor", [tensor], is_written=is_written)
+        (array,) = row = self._tensors("tensor", [tensor], is_written=is_written)
         if n_elements == 0:
-            return found
+            return row
         if type(n_elements) is not int or not 0 < n_elements <= array.size:
             raise _FaultError("argument", "n_elements", shown(n_elements), f"0, or at most {array.size}")
         if not array.shadow.flags.c_contiguous:
@@ -304,20 +304,20 @@ class _Call(MemberCall):
         return [DeviceArray(array.tensor.reshape(-1)[:n_elements], array.is_read_only)]
 
     def chosen(self, name: str, index: Any, among: _Tensors) -> _Tensors:
-        """The one tensor of that index."""
+        """The tensor of that index."""
         if type(index) is not int or not 0 <= index < len(among):
             raise _FaultError("argument", name, shown(index), f"one of 0 to {len(among) - 1}")
         return among[index : index + 1]
 
     def _tensors(self, name: str, tensors: Any, *, is_written: bool) -> _Tensors:
         if not isinstance(tensors, list | tuple) or not tensors:
-            found = "an empty list" if isinstance(tensors, list | tuple) else a_type(tensors)
-            raise _FaultError("argument", name, found, "a list of tensors, one of each GPU")
+            actual = "an empty list" if isinstance(tensors, list | tuple) else a_type(tensors)
+            raise _FaultError("argument", name, actual, "a list of tensors, one of each GPU")
         views = []
-        for one in tensors:
-            view = arrays.view(one)
+        for tensor in tensors:
+            view = arrays.view(tensor)
             if view is None:
-                raise _FaultError("not_tensor", name, arrays.describe_value(one), "tensors on GPUs")
+                raise _FaultError("not_tensor", name, arrays.describe_value(tensor), "tensors on GPUs")
             if not isinstance(view, DeviceArray) or not view.device.startswith("cuda:"):
                 device = arrays.info(view).device
                 raise _FaultError("unsupported", f"device of {name}", device, "tensors on GPUs")
@@ -334,7 +334,7 @@ class _Call(MemberCall):
         return array.device == f"cuda:{self._home}"
 
     def fold(self, lists: Sequence[_Tensors]) -> _Tensors:
-        """Reduces the tensors of all GPUs, on the GPU of the group, to as many as each has."""
+        """Reduces the lists of all GPUs elementwise, on the GPU of the group."""
         op = self._op
         if len(lists) == 1 or op is None:
             return self.bring(lists[0])
@@ -343,17 +343,17 @@ class _Call(MemberCall):
         return self._staged(lambda: across.folded(lists, op, self._home))
 
     def bring(self, tensors: _Tensors) -> _Tensors:
-        """Tensors to read on the GPU of the group: those that are there, and copies of the others."""
+        """Tensors to read on the GPU of the group: its own tensors, and copies of the others."""
         return self._there(tensors, lambda away: across.brought(away, self._home))
 
     def place(self, tensors: _Tensors) -> _Tensors:
-        """Tensors to write on the GPU of the group: those that are there, and new ones for the others."""
+        """Tensors to write on the GPU of the group: its own tensors, and new ones for the others."""
         return self._there(tensors, lambda away: across.room(away[0], self._home, len(away)))
 
     def _there(self, tensors: _Tensors, make: Callable[[_Tensors], _Tensors]) -> _Tensors:
-        away = [one for one in tensors if not self.is_home(one)]
-        made = iter(self._staged(lambda: make(away)) if away else ())
-        return [one if self.is_home(one) else next(made) for one in tensors]
+        away = [tensor for tensor in tensors if not self.is_home(tensor)]
+        copies = iter(self._staged(lambda: make(away)) if away else ())
+        return [tensor if self.is_home(tensor) else next(copies) for tensor in tensors]
 
     def _staged(self, make: Callable[[], _Tensors]) -> _Tensors:
         self._has_begun = True
@@ -365,18 +365,21 @@ class _Call(MemberCall):
 
 
 _Prepared = tuple[Sequence[_Given], Sequence[tuple[_Tensors, _Tensors]]]
-"""What the group's call gives and takes, and (tensors on the GPU of the group, those on one GPU) to copy after it."""
+"""The operands of the group's call, and (tensors on the GPU of the group, tensors on one GPU) to copy after it."""
 
 
 def _check_alike(name: str, tensors: _Tensors) -> None:
     infos = list(map(arrays.info, tensors))
-    for field, values in (("shape", [str(list(one.shape)) for one in infos]), ("dtype", [one.dtype for one in infos])):
+    for field, values in (
+        ("shape", [str(list(info.shape)) for info in infos]),
+        ("dtype", [info.dtype for info in infos]),
+    ):
         if len(set(values)) > 1:
-            raise _FaultError("mismatch", f"{field} of {name}", listed(dict.fromkeys(values)), "the same of all")
+            raise _FaultError("mismatch", f"{field} of {name}", listed(dict.fromkeys(values)), "the same for all")
 
 
 def _whole(count: int, more: str = "") -> Structure:
-    """One tensor for all of a rank's GPUs; `more` is what else has to be equal on all ranks."""
+    """One tensor for all of a rank's GPUs; `more` names other arguments that must be equal on all ranks."""
     return Structure("dict", (f"tensor of {count} GPUs{more}",), (TENSOR,))
 
 
@@ -389,8 +392,8 @@ def _between(source: int, target: int) -> Structure:
 
 
 def _gpus() -> int:
-    """How many GPUs this process sees, by whichever library can tell."""
-    with suppress(Exception):  # not installed, no driver, no device: each in its own words
+    """The number of GPUs that this process sees, by cupy or torch."""
+    with suppress(Exception):  # not installed, no driver, no device: various exceptions
         return int(import_module("cupy").cuda.runtime.getDeviceCount())
     try:
         return int(import_module("torch").cuda.device_count())
@@ -399,5 +402,5 @@ def _gpus() -> int:
 
 
 def _refuse(op: str, group_name: str, expected: str) -> NoReturn:
-    found = "none: this process sees no GPU, or has neither cupy nor torch with CUDA"
-    raise refusal(op, group_name, (Violation(kind="unsupported", field="gpu", found=found, expected=expected),))
+    actual = "none: this process sees no GPU, or has neither cupy nor torch with CUDA"
+    raise refusal(op, group_name, (Violation(kind="unsupported", field="gpu", found=actual, expected=expected),))

@@ -1,8 +1,8 @@
-"""Objects between members: values that are no tensors, packed to bytes that the members' operations move.
+"""Collectives of Python objects between members: values packed to bytes, which the members' operations move.
 
-By default only plain values travel, in msgpack (`engine.value_codec`): reading them runs no code. ``pickle=True``, the
-same on all ranks, takes any object: who can write to the group can then run code in its members. Before any values,
-all ranks exchange headers: whether a rank's values are pickled, and their length.
+By default only plain values are accepted, in msgpack (`engine.value_codec`): reading them runs no code. With
+``pickle=True`` on all ranks, any object is accepted: a process that can write to the group can then run code in its
+members. Before the values, all ranks exchange headers: whether a rank's values are pickled, and their length.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from raycollect.member.call import MemberCall
 from raycollect.member.init import get_group_handle
 
 _MOST_TOLD = 2000
-"""The most of a reason that the other ranks are told, in characters."""
+"""The longest reason that is sent to the other ranks, in characters."""
 
 
 def broadcast_object(
@@ -97,7 +97,7 @@ def scatter_object(
     count = get_group_handle(group_name).world_size if mine else None
     exchange = _Exchange("scatter_object", given, group_name, pickle, timeout_s, count)
     length = np.zeros(1, np.int64)
-    lengths = [np.array([len(one)]) for one in exchange.parts] if mine else None
+    lengths = [np.array([len(part)]) for part in exchange.parts] if mine else None
     operations.scatter(length, lengths, src_rank, group_name, timeout_s=timeout_s)
     data = np.empty(int(length[0]), np.uint8)
     operations.scatter(data, exchange.parts if mine else None, src_rank, group_name, timeout_s=timeout_s)
@@ -105,7 +105,7 @@ def scatter_object(
 
 
 def _is_here(rank: Any, group_name: GroupLike) -> bool:
-    """Whether this process has that rank. What is no rank is refused by the operation, on all ranks."""
+    """Whether this process has that rank. The operation refuses invalid ranks, on all ranks."""
     return isinstance(rank, Integral) and bool(get_group_handle(group_name).rank == rank)
 
 
@@ -117,7 +117,7 @@ class _Exchange:
         lengths: The lengths of all ranks' values, in bytes.
 
     Raises:
-        RefusedError: A value of a rank can't travel, `pickle` differs between ranks, or is no flag.
+        RefusedError: A rank's value can't be sent, or `pickle` is not a bool or differs between ranks.
     """
 
     def __init__(
@@ -135,14 +135,14 @@ class _Exchange:
         expected = "a value that can be pickled" if self._pickle else "plain values, or pickle=True on all ranks"
         packed: list[bytes] = []
         try:
-            packed = [pickler.dumps(one) if self._pickle else pack_value(one) for one in values]
+            packed = [pickler.dumps(value) if self._pickle else pack_value(value) for value in values]
             if count is not None and len(packed) != count:
-                found = f"{len(packed)} values for {count} ranks"
-                wrong.append(Violation(kind="not_tensor", field="value", found=found, expected="one value per rank"))
-        except Exception as exc:  # noqa: BLE001 - foreign code gives and pickles them; all ranks hear of it
-            found = f"{type(exc).__name__}: {exc}"[:_MOST_TOLD]
-            wrong.append(Violation(kind="not_tensor", field="value", found=found, expected=expected))
-        self.parts = [np.frombuffer(bytearray(one), np.uint8) for one in packed]
+                actual = f"{len(packed)} values for {count} ranks"
+                wrong.append(Violation(kind="not_tensor", field="value", found=actual, expected="one value per rank"))
+        except Exception as exc:  # noqa: BLE001 - foreign code yields and pickles values; all ranks get the error
+            actual = f"{type(exc).__name__}: {exc}"[:_MOST_TOLD]
+            wrong.append(Violation(kind="not_tensor", field="value", found=actual, expected=expected))
+        self.parts = [np.frombuffer(bytearray(data), np.uint8) for data in packed]
         header = np.array([self._pickle, sum(map(len, packed))])
         headers = np.empty((group.world_size, 2), header.dtype)
         kind = OpKind.ALLGATHER
@@ -164,7 +164,7 @@ class _Exchange:
             raise refusal(op, group.name, tuple(odd))
 
     def room(self, rank: Any) -> Any:
-        """Memory for what a rank gives; what is no rank is refused by the operation."""
+        """Memory for the value of a rank; the operation refuses invalid ranks."""
         at = int(rank) if isinstance(rank, Integral) else -1
         return np.empty(self.lengths[at] if 0 <= at < len(self.lengths) else 0, np.uint8)
 

@@ -1,6 +1,6 @@
-"""This process as controllers and other participants reach it: its server, its lease, and the tensors that it keeps.
+"""The participant: the server of a process for controllers and other participants, its lease, and its tensors.
 
-`describe`, `gpu` and `run_program` are what the controller runs through `__ray_call__` on actors without the mixin.
+The controller runs `describe`, `gpu` and `run_program` through `__ray_call__` on actors without the mixin.
 """
 
 from __future__ import annotations
@@ -51,40 +51,40 @@ from raycollect.ray_bridge.direct_transport import Returned
 from raycollect.ray_bridge.serialization import take_over
 
 STORE_LIMIT_WITHOUT_TOKENS = 1024
-"""How many values a store holds if Ray can't tell when a ref is gone."""
+"""How many values a store holds if Ray can't report the end of a ref."""
 
 MOST_FETCHING = 64
-"""How many coroutines fetch tensors of other participants at once."""
+"""How many coroutines may fetch tensors of other participants at the same time."""
 
 STREAMED_KEPT = 64
-"""How many of the newest values that generators yielded are kept, whatever Ray says of their refs.
+"""How many of the newest values that generators yielded are kept, whatever Ray reports of their refs.
 
-Ray 2.60 can lose the count of what is nested in a streamed item, when the item is yielded before its consumer asks for
-it (docs/adr/0001-ray-internals.md); without this, an item could be freed before it is first used.
+Ray 2.60 can lose the reference count of a value nested in a streamed item, if the item is yielded before its consumer
+asks for it (docs/adr/0001-ray-internals.md). Without this, an item could be freed before its first use.
 """
 
 
 class Tokens(Protocol):
-    """Tells when nobody holds a value any more; see `RefTokenPool`."""
+    """Detects the end of a value's last reference; see `RefTokenPool`."""
 
     supported: bool
 
     def take(self, key: Key) -> Any:
-        """A token that stands for a key."""
+        """A token for a key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Who and where a participant is.
+    """The identity and the location of a participant.
 
     Attributes:
         actor_id: Ray's id of the actor, in hexadecimal.
-        actor: What a person calls it.
-        host: The address at which it listens.
-        incarnation: Which start of the actor it is.
-        machine: Equal for processes of one host.
+        actor: The name of the actor for a person.
+        host: The address on which it listens.
+        incarnation: The id of this start of the actor.
+        machine: The id of the host.
         node_id: Ray's id of the node.
-        accelerators: Ray's ids of those that it has, by their kinds.
+        accelerators: Ray's ids of its accelerators, by kind.
     """
 
     actor_id: str
@@ -97,7 +97,7 @@ class Identity:
 
     @classmethod
     def of_ray(cls, actor_id: str, actor: str) -> Identity:
-        """That of an actor in this process, whom Ray tells the rest."""
+        """The identity of an actor in this process; Ray provides the other fields."""
         context = ray.get_runtime_context()
         return cls(
             actor_id=actor_id,
@@ -111,16 +111,16 @@ class Identity:
 
 
 class Participant:
-    """This process as others reach it. A process that drives groups of which it is a rank is a second one.
+    """A process as a participant. A process that drives groups of which it is a rank has a second participant.
 
     Args:
-        runtime: What the process holds.
-        identity: Who it is.
-        make_tokens: Makes what tells of values that nobody holds any more; it is given what frees a value.
+        runtime: The groups and tensors of the process.
+        identity: The identity of the participant.
+        make_tokens: Makes the tokens of values, from a function that frees a value.
 
     Attributes:
         methods: The methods of the actor.
-        watch: Its waits that hold up these.
+        watch: The waits that block methods.
         store: The tensors of the process.
     """
 
@@ -154,7 +154,7 @@ class Participant:
 
     @classmethod
     def of_actor(cls, runtime: Runtime) -> Participant:
-        """The actor that this process is; for one of its methods to call."""
+        """The participant of this process's actor; called in one of its methods."""
         actor_id = ray_internals.current_actor_id()
         actor = ray_internals.short_actor(ray_internals.current_class(), actor_id)
         return cls(runtime, Identity.of_ray(actor_id, actor))
@@ -165,15 +165,15 @@ class Participant:
         return self._server.address
 
     def close(self) -> None:
-        """Ends its server, and with that its lease; its threads end with what they do."""
+        """Closes the server, which ends the lease; threads end after their current work."""
         self._server.close()
         fetch.forget_local(self._secret)
         self.fetch_threads.shutdown(wait=False)
 
     def exits(self) -> None:
-        """This process is about to end (`sys.exit`, `ray.actor.exit_actor`): tells the controller.
+        """Tells the controller that this process is about to exit (`sys.exit`, `ray.actor.exit_actor`).
 
-        The controller would notice the end itself, but Ray may take ten seconds for it.
+        Otherwise the controller would notice it with the end of the process, for which Ray may take ten seconds.
         """
         lease = self._lease
         if lease is not None:
@@ -182,7 +182,7 @@ class Participant:
     # ------------------------------------------------------------------------------------------ values
 
     def describe(self, *, ordered: bool) -> dict[str, Any]:
-        """The fields of `Member` less the rank; `ordered`: methods come one by one, in the calling thread."""
+        """The fields of `Member` without the rank; `ordered`: methods run one by one, in the calling thread."""
         self.methods.described(is_ordered=ordered)
         identity = self.identity
         return {
@@ -199,16 +199,16 @@ class Participant:
         }
 
     def keep(self, key: Key, container: Container, lent: LentToken | None = None, *, streamed: bool = False) -> Handle:
-        """Keeps a value under a key and makes its handle.
+        """Stores a value under a key and makes its handle.
 
         Args:
             key: The key.
             container: The value.
-            lent: A token of the caller's.
-            streamed: Whether a generator yielded it.
+            lent: A token of the caller.
+            streamed: Whether a generator yielded the value.
         """
         infos = tuple(map(arrays.describe, container.tensors))
-        streams.settle(infos)  # what the method has left to a GPU comes before what plans do
+        streams.settle(infos)  # plans run after the GPU work that the method has enqueued
         is_lent = lent is not None and self._lenders.note(lent.owner, key)
         handle = Handle(
             key=key,
@@ -228,15 +228,15 @@ class Participant:
         return handle
 
     def keep_output(self, key: Key, container: Container) -> Handle | None:
-        """Keeps what a plan has made; returns its handle where a task of Ray's returns that."""
+        """Stores an output of a plan; returns its handle if a task of Ray returns the handle."""
         return self.keep(key, container)
 
     def task_of(self, seq: int) -> bytes | None:
-        """Under the returns of which task the outputs of a plan are kept that no actor task has brought."""
+        """The task whose return ids are the keys of a plan's outputs, for a plan without an actor task."""
         return None
 
     def keeps(self, method: str) -> None:
-        """A method has returned tensors, and was lent no token: the controller is to lend one to its next calls."""
+        """Notes a method that returned tensors without a lent token: the controller lends tokens to its next calls."""
         with self._lock:
             is_new, lease = method not in self._keeping, self._lease
             self._keeping.add(method)
@@ -250,17 +250,17 @@ class Participant:
     # ------------------------------------------------------------------------------------------ actor tasks
 
     def run_task(self, payload: bytes, task: bytes | None) -> Any:
-        """Does what `run_program` does, for an actor task that Ray runs in a thread of its own."""
+        """Runs a program as `run_program` does, for an actor task in a thread of Ray."""
         result = self.hand_over(payload, task)
         return self.run_program(payload, task) if result is None else result.result()
 
     def hand_over(self, payload: bytes, task: bytes | None) -> Future[Any] | None:
-        """`Lease.hand_over`, if there is a lease."""
+        """Calls `Lease.hand_over`; None without a lease."""
         lease = self._lease
         return None if lease is None else lease.hand_over(payload, task)
 
     def run_program(self, payload: bytes, task: bytes | None) -> Any:
-        """`Lease.run_program`; GroupBrokenError: the controller is gone."""
+        """Calls `Lease.run_program`; GroupBrokenError: the controller has ended."""
         lease = self._lease
         if lease is None:
             group_id = next(iter(decode_order(payload)[2].group_ids))
@@ -268,13 +268,13 @@ class Participant:
         return lease.run_program(payload, task)
 
     def pass_fence(self, controller: str, seq: int) -> None:
-        """`PlanQueue.pass_fence`, if that controller still has the lease."""
+        """Calls `PlanQueue.pass_fence`, if that controller holds the lease."""
         lease = self._lease
         if lease is not None and lease.controller == controller:
             lease.plan_queue.pass_fence(seq)
 
     def leased(self) -> Lease:
-        """The lease; ConnectionLostError: the controller is gone."""
+        """The lease; ConnectionLostError: the controller has ended."""
         lease = self._lease
         if lease is None:
             raise ConnectionLostError(detail="the driver has ended")
@@ -283,7 +283,7 @@ class Participant:
     # ------------------------------------------------------------------------------------------ channel
 
     def opened(self, link: Link) -> None:
-        """A controller connected: it gets the lease, or hears which controller has it (P10)."""
+        """Handles a connection of a controller: grants the lease, or refuses and names its holder (P10)."""
         hello = link.hello
         controller, description = str(hello.get("controller")), str(hello.get("description"))
         mailbox = _mailbox(hello)
@@ -293,8 +293,8 @@ class Participant:
                 link.send(Refused(error=to_wire(error)))
                 return
             before = self._lease
-        if before is not None:  # first: it ends all groups of this controller
-            before.end("its controller came anew")
+        if before is not None:  # first, as this ends all groups of the controller
+            before.end("its controller has reconnected")
         with self._lock:
             self._lease = lease = Lease(controller, description, link, self, mailbox)
             self._lenders.open(_lender(link))
@@ -304,7 +304,7 @@ class Participant:
             link.send(Keeps(method=method))
 
     def received(self, link: Link, message: Message) -> None:
-        """A message of the controller; on the channel's thread, so nothing here may wait."""
+        """Handles a message of the controller, on the channel's thread, so this must not wait."""
         if isinstance(message, Unused):
             self._lenders.unused(_lender(link), message.keys)
             return
@@ -317,14 +317,14 @@ class Participant:
             lease.received(message)
 
     def closed(self, link: Link, reason: ChannelError) -> None:
-        """A controller is gone: what it drove ends, and another one may come."""
+        """Handles the end of a controller's connection: its lease ends, and another controller may get the lease."""
         self._lenders.close(_lender(link), partial(ray_internals.is_alive, str(link.hello.get("worker"))))
         lease = self._lease
         if lease is not None and lease.link is link:
             self._end_lease(lease, f"the controller is gone ({reason.detail})")
 
     def serve_data(self, link: DataLink) -> None:
-        """Serves fetches, on a thread per connection."""
+        """Serves fetches, in a thread per connection."""
         fetch.serve(link, self.store, introspection.look_at_process)
 
     def _end_lease(self, lease: Lease, reason: str) -> None:
@@ -334,7 +334,7 @@ class Participant:
 
 
 def _mailbox(hello: dict[str, Any]) -> MailboxClient | None:
-    """This participant's end of the controller's mailbox; None if that told of none, or it is out of reach."""
+    """This participant's end of the controller's mailbox; None if it is missing or unreachable."""
     try:
         return MailboxClient(*convert(hello["mailbox"], tuple[Segment, int]))
     except (ValidationError, OSError, ValueError, TypeError, LookupError):
@@ -342,51 +342,51 @@ def _mailbox(hello: dict[str, Any]) -> MailboxClient | None:
 
 
 def _lender(link: Link) -> bytes:
-    """By what name who is at the other end lends tokens."""
+    """The name under which the peer lends tokens."""
     name = link.hello.get("owner")
     return name if isinstance(name, bytes) else link.peer.encode()
 
 
 def this_participant() -> Participant:
-    """The actor that this process is, as a participant, made on first use; inside one of its methods."""
+    """The participant of this process's actor, made on first use; called in one of its methods."""
     return this_runtime().part(Participant, Participant.of_actor)
 
 
 def describe(actor: Any) -> dict[str, Any]:
-    """Says who this actor is; the controller asks when a group is formed. Inside the actor."""
+    """Describes this actor, for the controller that forms a group. Runs inside the actor."""
     methods = (inspect.getattr_static(type(actor), name) for name in dir(type(actor)))
     overlap = any(hasattr(m, "__ray_concurrency_group__") for m in methods)
     return this_participant().describe(ordered=not overlap and ray_internals.is_ordered())
 
 
 def gpu(actor: Any) -> Gpu | None:
-    """Says which GPU this actor has for a group. Inside the actor."""
+    """Returns the GPU of this actor for a group. Runs inside the actor."""
     return gpus.here()
 
 
 def run_program(actor: Any, payload: bytes) -> None:
-    """Runs this rank's part in a plan, which has no outputs here. Inside the actor.
+    """Runs this rank's part of a plan without outputs here. Runs inside the actor.
 
-    On an async actor this function runs on the event loop, which must not wait. Methods overlap there, so that another
-    thread runs the plan, and the controller hears of its end over the channel.
+    On an async actor this function runs on the event loop, which must not wait. Methods overlap there, so another
+    thread runs the plan, and reports its end over the channel.
     """
     this_participant().run_task(payload, ray_internals.current_task())
 
 
 def mark_written(tensor: Any) -> None:
-    """Says that a tensor which a failed collective left half-written is whole again. Call it inside the actor.
+    """Marks a tensor that a failed collective has left half-written as whole again. Call it inside the actor.
 
     Args:
         tensor: An array, or a list, tuple or dict of arrays, that the caller has overwritten.
 
     Raises:
-        NotATensorError: It is something else, such as a ref.
+        NotATensorError: The argument is another type, such as a ref.
     """
     container = Container.of(tensor, arrays.is_tensor)
     if container is None:
         expected = "tensors of this process: call it in a method of the actor that has them"
-        found = obstacle(tensor, arrays.is_tensor).removeprefix("it is ")
-        wrong = Violation(kind="not_tensor", field="tensor", found=found, expected=expected)
+        actual = obstacle(tensor, arrays.is_tensor).removeprefix("it is ")
+        wrong = Violation(kind="not_tensor", field="tensor", found=actual, expected=expected)
         raise refusal("mark_written", "", (wrong,))
     store = this_runtime().instruments.store
     store.mark_written([arrays.byte_range(arrays.memory(t)) for t in container.tensors])

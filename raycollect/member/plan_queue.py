@@ -1,15 +1,15 @@
-"""Plans that run in a thread of their own: those of the mailbox and the channel, and those of overlapping actor tasks.
+"""The thread for plans of the mailbox and the channel, and for plans of overlapping actor tasks.
 
-They run one after the other, each between two methods if the actor's methods come one by one. A plan then holds up its
-actor's methods until the other participants have come. Where methods overlap, Ray has few threads, or an event loop,
-and starts actor tasks in any order: plans without outputs that came early would keep these threads from the methods and
-plans for which they wait.
+Plans run one after the other, each between two methods if the actor's methods run one by one. A started plan then
+blocks its actor's methods until all ranks have arrived. If methods overlap, Ray has few threads, or an event loop, and
+starts actor tasks in any order: early plans without outputs would keep these threads from the methods and plans for
+which they wait.
 
-What comes one way may overtake what comes the other. A plan whose predecessor has not ended is laid aside until it has,
-so that the thread never waits for a plan that it would have to run itself.
+Plans may arrive out of order, as they arrive by different channels. A plan whose predecessor has not ended is set aside
+until then, so that the thread never waits for a plan that it would have to run itself.
 
-A plan waits for the last call before it, and so takes the place that an actor task would have. One whose actor task Ray
-never begins, as a method that makes an operand has failed for good, waits for its other operands instead.
+A plan waits for the last call before it, and so has the position of an actor task. Ray never starts an actor task with
+a failed argument; such a plan waits for its other operands instead.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ from raycollect.planner import Program, Ticket, decode_order
 from raycollect.pos import Absence, State, Store
 
 ASK_S = 0.05
-"""How long a plan waits for a call that has not ended, though no method runs, before it asks the controller."""
+"""How long a plan waits for a pending call while no method runs, before it asks the controller, in seconds."""
 
 IDLE_S = 60.0
-"""How long the thread waits at the mailbox, in seconds; whoever needs it wakes it."""
+"""How long the thread waits at the mailbox, in seconds; a wake-up ends the wait."""
 
 
-class Came(NamedTuple):
-    """A plan that has come."""
+class ReceivedPlan(NamedTuple):
+    """A plan that has arrived."""
 
     ticket: Ticket
     keys: Sequence[Key]
     program: Program
-    order: Order | None = None  # None: an actor task has brought it
-    letter: int = 0  # the number of the letter that brought it, if its end is to be marked there
-    task: bytes | None = None  # the actor task that has brought it; outputs are kept under its returns
-    result: Future[Any] | None = None  # of what that task returns
+    order: Order | None = None  # None: it arrived as an actor task
+    letter: int = 0  # the number of its letter, if the letter gets the answer
+    task: bytes | None = None  # its actor task, whose return ids are the keys of outputs
+    result: Future[Any] | None = None  # of the actor task
 
 
-def _read(letter: Received) -> Came:
+def _read(letter: Received) -> ReceivedPlan:
     number, flags, after, payload = letter
     order = Order(payload=payload, in_order=bool(flags & IN_ORDER), after=after)
-    return Came(*decode_order(payload), order, number if flags & AWAITED else 0)
+    return ReceivedPlan(*decode_order(payload), order, number if flags & AWAITED else 0)
 
 
 class PlanQueue:
-    """The plans that have come to this participant. Any thread may call it.
+    """The plans that have arrived at this participant. Any thread may call it.
 
     Args:
-        methods: Those of the actor.
-        mailbox: The controller's; None: all comes over the channel.
+        methods: The methods of the actor.
+        mailbox: The controller's mailbox; None: all plans arrive over the channel.
     """
 
     def __init__(
@@ -81,20 +81,20 @@ class PlanQueue:
         self._reporter = reporter
         self._mailbox = mailbox
         self._lock = threading.Lock()
-        self._results: set[Future[Any]] = set()  # those that are not settled
+        self._results: set[Future[Any]] = set()  # without the settled ones
         self._closed = ""
-        self._waiting: SimpleQueue[Came | None] = SimpleQueue()  # None: no more will come
+        self._waiting: SimpleQueue[ReceivedPlan | None] = SimpleQueue()  # None: the end
         self._thread: threading.Thread | None = None
-        self._reached = 0  # the latest plan that an actor task has told to be behind no call any more
+        self._reached = 0  # the latest plan whose preceding calls have all ended, according to an actor task
 
-    def received(self, message: Order, run: Callable[[Came], object]) -> None:
-        """A plan came over the channel; on its thread. ProtocolError: it is malformed. RuntimeError: as of `start`."""
-        came = Came(*decode_order(message.payload), message)
-        self.start(run)  # first, so that nothing is queued if no thread can be started
-        self._put(came)
+    def received(self, message: Order, run: Callable[[ReceivedPlan], object]) -> None:
+        """Queues a plan of the channel, on its thread. ProtocolError: malformed message. RuntimeError: see `start`."""
+        plan = ReceivedPlan(*decode_order(message.payload), message)
+        self.start(run)  # before queueing: starting a thread may fail
+        self._put(plan)
 
-    def add(self, came: Came, run: Callable[[Came], object]) -> Future[Any]:
-        """Runs a plan that an actor task has brought; returns its result. RuntimeError: as of `start`."""
+    def add(self, plan: ReceivedPlan, run: Callable[[ReceivedPlan], object]) -> Future[Any]:
+        """Queues the plan of an actor task; returns a future of its result. RuntimeError: see `start`."""
         self.start(run)
         result = Future[Any]()
         with self._lock:
@@ -103,7 +103,7 @@ class PlanQueue:
         if closed:
             self.settle(result, error=PlanAbortedError(detail=closed))
         else:
-            self._put(came._replace(result=result))
+            self._put(plan._replace(result=result))
         return result
 
     def settle(self, result: Future[Any], value: Any = None, *, error: BaseException | None = None) -> None:
@@ -119,41 +119,41 @@ class PlanQueue:
         else:
             result.set_exception(error)
 
-    def start(self, run: Callable[[Came], object]) -> None:
-        """Starts the thread, if it has not been. RuntimeError, as `ResourceLimitError`: none can be started.
+    def start(self, run: Callable[[ReceivedPlan], object]) -> None:
+        """Starts the thread, once. RuntimeError, as `ResourceLimitError`: the thread can't be started.
 
-        `run` carries out all plans that come, and settles their results; it raises nothing.
+        `run` executes the plans and settles their results; it never raises.
         """
         with self._lock:  # Ray's threads may begin two actor tasks at once
             if self._thread is None:
                 self._thread = threads.start("raycollect-order", self._work, run)
 
     def drop_mailbox(self) -> None:
-        """Takes no letters: the thread could not be started, and the controller gives the slot to others."""
+        """Stops using the mailbox: the thread could not be started, and the controller reuses the slot."""
         self._mailbox = None
 
-    def _work(self, run: Callable[[Came], object]) -> None:
+    def _work(self, run: Callable[[ReceivedPlan], object]) -> None:
         threads.repeat(partial(self._take, run))
         if self._mailbox is not None:
             self._mailbox.close()
 
-    def _put(self, came: Came | None) -> None:
-        self._waiting.put(came)
+    def _put(self, plan: ReceivedPlan | None) -> None:
+        self._waiting.put(plan)
         if self._mailbox is not None:
             self._mailbox.wake()
 
     def reached(self, seq: int) -> None:
-        """All calls before a plan in program order have ended."""
+        """Notes that all calls before a plan in program order have ended."""
         self._reached = max(self._reached, seq)
         self._methods.wake()
 
     def pass_fence(self, seq: int) -> None:
-        """An actor task came that is behind all calls before a plan, and keeps those after it behind the plan."""
+        """Runs a fence: an actor task that follows all calls before a plan, and keeps later calls behind the plan."""
         self.reached(seq)
         self._sequencer.wait(seq)
 
     def close(self, reason: str) -> None:
-        """Ends the thread after what has come, which the sequencer refuses by now; all results are that error."""
+        """Ends the thread after the queued plans, which the sequencer refuses; their results are PlanAbortedError."""
         with self._lock:
             self._closed = reason
             left = list(self._results)
@@ -163,7 +163,7 @@ class PlanQueue:
         self._methods.wake()
 
     def wait_for_call(self, task: bytes, seq: int) -> None:
-        """Waits until a call and all before it have ended, or a plan was aborted that is behind them."""
+        """Waits until a call and all calls before it have ended, or the plan behind them is aborted."""
         methods = self._methods
         if not task or methods.is_over(task):
             return
@@ -172,7 +172,7 @@ class PlanQueue:
         def goes_on() -> bool:
             return self._reached >= seq or self._sequencer.reason(seq) is not None
 
-        if task == UNKNOWN_TASK:  # an actor task is on its way
+        if task == UNKNOWN_TASK:  # an actor task will follow
             methods.wait_for(goes_on, None)
             return
 
@@ -183,19 +183,19 @@ class PlanQueue:
             if not methods.lock.locked():
                 break
         if not goes_on() and not methods.is_over(task):
-            # Ray may be pickling the result, or never begins the call: it was cancelled, or its arguments have failed.
+            # Ray may be pickling the result, or may never begin the call: it was cancelled, or an argument has failed.
             self._reporter.tell(Behind(seq=seq))
             methods.wait_for(lambda: bool(methods.is_over(task)) or goes_on(), None)
-        if self._reached >= seq:  # what is behind the call as well need not ask again
+        if self._reached >= seq:  # later plans behind the call need not ask again
             methods.note(task, is_over=True)
 
     def wait_for_operands(self, seq: int, keys: Sequence[Key]) -> None:
-        """Waits for the operands of a plan; PlanAbortedError: it was aborted meanwhile."""
+        """Waits for the operands of a plan; PlanAbortedError: the plan was aborted meanwhile."""
         sequencer, tell = self._sequencer, self._reporter.tell
         step = run_steps.here()
         for key in keys:
-            found = self._store.look(key)
-            if isinstance(found, Absence) and found.state is State.ABSENT:
+            operand = self._store.look(key)
+            if isinstance(operand, Absence) and operand.state is State.ABSENT:
                 tell(Waiting(seq=seq, key=key))
                 step.at = run_steps.FOR_AN_OPERAND
                 self._store.wait(key, lambda: sequencer.reason(seq) is not None)
@@ -203,24 +203,24 @@ class PlanQueue:
         if reason is not None:
             raise PlanAbortedError(detail=reason)
 
-    def _take(self, run: Callable[[Came], object]) -> bool:
+    def _take(self, run: Callable[[ReceivedPlan], object]) -> bool:
         mailbox = self._mailbox
         if mailbox is None or not self._waiting.empty():
-            came = self._waiting.get()
-            if came is None:
+            plan = self._waiting.get()
+            if plan is None:
                 return False
         else:
             letter = mailbox.take(IDLE_S)
             if letter is None:
                 return True
             try:
-                came = _read(letter)
-            except Exception:  # the letter is lost: as on a connection, which ends then
+                plan = _read(letter)
+            except Exception:  # the letter is lost: end the connection, as for a malformed message
                 self._reporter.link.close()
                 raise
-        ticket, sequencer = came.ticket, self._sequencer
+        ticket, sequencer = plan.ticket, self._sequencer
         if sequencer.has_ended(ticket.predecessor):
-            run(came)
+            run(plan)
         else:
-            sequencer.after(ticket.seq, ticket.predecessor, partial(self._put, came))
+            sequencer.after(ticket.seq, ticket.predecessor, partial(self._put, plan))
         return True

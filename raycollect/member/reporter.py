@@ -1,4 +1,4 @@
-"""What a participant tells the controller that holds its lease."""
+"""The reports of a participant to the controller that holds its lease."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from raycollect.member.wait_monitor import WaitMonitor
 from raycollect.observe import Recorder
 
 MOST_VIOLATIONS = 500
-"""How many reasons of a refusal are told: those of thousands of calls, on all ranks, would not fit into a message."""
+"""How many violations are sent: those of thousands of calls, on all ranks, would not fit into a message."""
 
 
 class Reporter:
     """Sends to one controller. Any thread may call it; no method waits.
 
-    `watch` has the waits of this participant, one of which holds up its methods at a time.
+    `watch` has the waits of this participant, one of which blocks its methods at a time.
     """
 
     def __init__(self, link: Link, recorder: Recorder, sequencer: PlanSequencer, watch: WaitMonitor) -> None:
@@ -38,21 +38,21 @@ class Reporter:
         self._sequencer = sequencer
 
     def tell(self, message: Message) -> None:
-        """Sends a message; nothing if the controller is gone, with which the end of the lease deals."""
+        """Sends a message; does nothing if the connection has ended, which ends the lease."""
         with suppress(ConnectionLostError):
             self.link.send(message)
 
     def tell_failure(self, seq: int, error: RaycollectError) -> None:
-        """Tells that a plan, or a run, failed here; if that error can't be told, why."""
+        """Reports the failure of a plan or run; if the error can't be encoded, reports that error."""
         try:
             story = self._recorder.tail()
             self.tell(Done(seq=seq, ranks=[], error=to_wire(_shortened(error)), story=story))
-        except Exception as exc:  # noqa: BLE001 - any: the controller would wait
+        except Exception as exc:  # noqa: BLE001 - the controller would wait
             cause = threads.failed("telling an error", exc)
             self.tell(Done(seq=seq, ranks=[], error=to_wire(cause), story=[]))
 
     def tell_unable(self, request: int, error: threads.Failure) -> None:
-        """Answers a question that can't be answered."""
+        """Answers a question with an error."""
         self.tell(Unable(request=request, detail=f"{COULD_NOT_LOOK}{error.detail}"))
 
     def waiting(
@@ -66,7 +66,7 @@ class Reporter:
         call: Callable[[], int],
         holds_up: bool = False,
     ) -> AbstractContextManager[None]:
-        """Around a wait. The controller hears of it if it lasts, as it may be for a rank that waits for this one.
+        """A context around a wait. A long wait is reported to the controller, as it may be part of a deadlock.
 
         `holds_up`: methods wait for its end, though it is not in the thread that runs them.
         """

@@ -1,4 +1,4 @@
-"""What a method that Ray has called returns: tensors are kept, and Ray gets a handle; all else goes by value."""
+"""The return values of methods that Ray calls: tensors are stored, and Ray gets a handle; other values go by value."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from raycollect.ray_bridge import direct_transport, ray_internals
 from raycollect.ray_bridge.call_tokens import LentToken
 
 BY_VALUE = "__raycollect_by_value__"
-"""The attribute of methods whose returns are never kept."""
+"""The attribute of methods whose return values always go by value."""
 
 _INERT = frozenset({type(None), bool, int, float, complex, str, bytes, Handle})
-_MOST_ITEMS = 64  # of a list, tuple or dict that is looked into
+_MOST_ITEMS = 64  # of a list, tuple or dict that is inspected
 
 UNKNOWN = 0
-"""In place of an index: the caller chose a `num_returns` of its own, which can't be known here."""
+"""A placeholder for an index: the caller chose a `num_returns`, which is unknown here."""
 
 
 def keep(here: Participant, method: Callable[..., Any], task: bytes, value: Any, lent: LentToken | None = None) -> Any:
-    """Keeps all that a method returns, if it is to be kept; what Ray gets in its place."""
+    """Stores the return value of a method, if it consists of tensors; returns the value for Ray."""
     if type(value) in (list, tuple) and not hasattr(method, BY_VALUE):
         return Returns(here, task, value, lent)
     return keep_item(here, method, task, 1, value, lent, is_all=True)
@@ -44,23 +44,23 @@ def keep_item(
     streamed: bool = False,
     is_all: bool = False,
 ) -> Any:
-    """Keeps a return or an item, if it is to be kept; `is_all`: there are no others, however many refs there are."""
-    container = None if hasattr(method, BY_VALUE) else _kept(value)
+    """Stores a return value or an item, if it consists of tensors; `is_all`: there are no other items."""
+    container = None if hasattr(method, BY_VALUE) else _container_of(value)
     if container is not None and index != UNKNOWN:
         handle = here.keep(task_key(task, index), container, lent, streamed=streamed)
         return direct_transport.Returned(handle, value, {type(tensor) for tensor in container.tensors})
     if not isinstance(value, Handle):
-        found = _NOT_DECLARED
+        reason = _NOT_DECLARED
         if container is None:
             marked = hasattr(method, BY_VALUE)
-            found = a_type(value, in_full=True) if marked else unkept(value, arrays.is_tensor, arrays.describe_value)
-        whose = task if is_all or index == UNKNOWN else task_key(task, index)  # the others may be tensors
-        here.store.pass_by(whose, found)
+            reason = a_type(value, in_full=True) if marked else unkept(value, arrays.is_tensor, arrays.describe_value)
+        whose = task if is_all or index == UNKNOWN else task_key(task, index)  # other items may be tensors
+        here.store.pass_by(whose, reason)
     return value
 
 
-def _kept(value: Any) -> Container | None:
-    """What to keep of a value; None: it goes by value."""
+def _container_of(value: Any) -> Container | None:
+    """The container of a value that consists of tensors; None: the value goes by value."""
     container = Container.of(value, arrays.is_tensor)
     return None if container is not None and container.structure is TENSOR and arrays.is_scalar(value) else container
 
@@ -69,10 +69,10 @@ _NOT_DECLARED = "an item of a generator whose num_returns is the caller's and no
 
 
 class Returns:
-    """A list or tuple that a method returns to Ray, which alone knows how many refs the caller asked for.
+    """A list or tuple that a method returns to Ray; only Ray knows the number of the caller's refs.
 
-    With `num_returns=n` Ray takes the items one by one: each is kept under its own ref. Otherwise it pickles the whole:
-    one value, which is kept under the one ref if it holds only tensors.
+    With `num_returns=n` Ray takes the items one by one: each item is stored under its own ref. Otherwise Ray pickles
+    the whole list as one value, which is stored under the single ref if it holds only tensors.
     """
 
     def __init__(self, here: Participant, task: bytes, value: Any, lent: LentToken | None) -> None:
@@ -89,27 +89,27 @@ class Returns:
         return (self[i] for i in range(len(self._value)))
 
     def __getitem__(self, i: int) -> Any:
-        found = keep_item(self._here, Returns, self._task, i + 1, self._value[i])
-        self._is_inert = self._is_inert and needs_nothing(found)
+        returned = keep_item(self._here, Returns, self._task, i + 1, self._value[i])
+        self._is_inert = self._is_inert and needs_nothing(returned)
         if i == len(self._value) - 1:
             self._here.methods.note_end(self._task, is_over=self._is_inert)
-        return found
+        return returned
 
     def __reduce__(self) -> tuple[Any, ...]:
-        found = keep_item(self._here, Returns, self._task, 1, self._value, self._lent)
-        if type(found) is direct_transport.Returned and self._lent is None:
+        returned = keep_item(self._here, Returns, self._task, 1, self._value, self._lent)
+        if type(returned) is direct_transport.Returned and self._lent is None:
             self._here.keeps(ray_internals.current_method())
-        self._here.methods.note_end(self._task, is_over=needs_nothing(found))
-        return _same, (found,)
+        self._here.methods.note_end(self._task, is_over=needs_nothing(returned))
+        return _same, (returned,)
 
 
-def needs_nothing(found: Any) -> bool:
-    """Whether Ray reads no tensor here to tell what a method has returned."""
-    return type(found) is direct_transport.Returned or _is_inert(found)
+def needs_nothing(returned: Any) -> bool:
+    """Whether Ray needs no tensor of this process to return the result of a method."""
+    return type(returned) is direct_transport.Returned or _is_inert(returned)
 
 
 def _is_inert(value: Any) -> bool:
-    """Whether a value certainly has no part that a plan could write: Ray may still be about to pickle it."""
+    """Whether no plan can write a part of the value: Ray may pickle it later."""
     kind = type(value)
     if kind in _INERT or isinstance(value, np.generic):
         return True

@@ -1,6 +1,6 @@
-"""What a process holds for its groups and its tensors, and where Ray's and users' calls find it.
+"""The runtime of a process: its groups, its tensors and its timelines.
 
-Whoever is called by Ray or by a user asks `this_runtime` once; from there on the `Runtime` is passed.
+Functions that Ray or a user calls get it from `this_runtime` once; from there on the `Runtime` is passed.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _Part = TypeVar("_Part")
 
 
 class Runtime:
-    """What a process holds. Any thread may use it; it needs no Ray.
+    """The state of a process. Any thread may use it; it needs no Ray.
 
-    Two of them in one process are like two processes that share their memory: each has groups, tensors and timelines of
-    its own, and a rank of one may be in a group with a rank of the other.
+    Two runtimes in one process are like two processes that share memory: each has its own groups, tensors and
+    timelines, and ranks of both may be in one group.
 
     Args:
-        instruments: What programs run with: the tensors, the clock, where faults can be injected.
+        instruments: The environment of programs: the tensors, the clock, the injected faults.
 
     Attributes:
         tracer: Whether the process records a timeline.
-        timelines: Those that it records of itself and of what it drives.
-        process_groups: The groups of which it is a member.
+        timelines: The timelines of the process, and of groups that it drives.
+        process_groups: The groups of which the process is a member.
     """
 
     def __init__(self, instruments: Instruments | None = None) -> None:
@@ -49,21 +49,20 @@ class Runtime:
         self._making = threading.RLock()  # a part may need another one
 
     def part(self, kind: type[_Part], make: Callable[[Runtime], _Part]) -> _Part:
-        """What else a process has one of, by its type; `make` makes it on first use."""
-        found: _Part | None = self._parts.get(kind)
-        if found is None:
+        """A singleton of the process, by its type; `make` makes it on first use."""
+        part: _Part | None = self._parts.get(kind)
+        if part is None:
             with self._making:
-                found = self._parts.get(kind)
-                if found is None:
-                    found = self._parts[kind] = make(self)
-        return found
+                part = self._parts.get(kind)
+                if part is None:
+                    part = self._parts[kind] = make(self)
+        return part
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Calls of this thread inside the block are made with this runtime, and not with that of the process.
+        """A context in which calls of this thread use this runtime instead of the process's runtime.
 
-        What another thread does for such a call is not: torch's backward passes, and its calls that are waited for
-        later.
+        Other threads don't, also if they work for such a call: torch's backward passes, and torch's asynchronous calls.
         """
         token = _entered.set(self)
         try:
@@ -76,7 +75,7 @@ _entered: ContextVar[Runtime | None] = ContextVar("raycollect_runtime", default=
 
 
 class _Process:
-    """Holds the runtime of this process. A forked child begins without one, and lets its parent's be as it is."""
+    """Holds the runtime of this process. A forked child starts without one, and never touches its parent's runtime."""
 
     def __init__(self) -> None:
         self.runtime: Runtime | None = None
@@ -92,7 +91,7 @@ class _Process:
     def _begin_in_child(self) -> None:
         self._inherited.append(self.runtime)
         self.runtime = None
-        self._making = threading.Lock()  # a thread that no longer exists may hold it
+        self._making = threading.Lock()  # a thread of the parent may hold the old lock
         _entered.set(None)
 
 
@@ -100,5 +99,5 @@ _process = _Process()
 
 
 def this_runtime() -> Runtime:
-    """The runtime of this process, made on first use; inside `Runtime.entered`, that one. Any thread may call it."""
+    """The runtime of `Runtime.entered`, or that of this process, made on first use. Any thread may call it."""
     return _entered.get() or _process.runtime or _process.make()

@@ -1,4 +1,4 @@
-"""The values here whose tokens came from their callers, who tell when nobody holds them any more (P5)."""
+"""Values whose tokens belong to their callers, which report the end of the last reference (P5)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from raycollect.errors import ProtocolError
 from raycollect.pos import Absence, Store
 
 LOOK_S = 1.0
-"""How often it is asked whether an owner lives whose connection has ended."""
+"""How often an owner whose connection has ended is checked for liveness, in seconds."""
 
 
 class TokenLenders:
-    """Who has lent tokens, by the names in their connections' greetings. Any thread may call it."""
+    """The owners of lent tokens, by the names in the hellos of their connections. Any thread may call it."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -26,13 +26,13 @@ class TokenLenders:
         self._lock = threading.Lock()
 
     def open(self, owner: bytes) -> None:
-        """Somebody is connected who may lend tokens."""
+        """Registers a connected owner, which may lend tokens."""
         with self._lock:
             self._keys[owner] = set()
             self._connected.add(owner)
 
     def note(self, owner: bytes, key: Key) -> bool:
-        """A value is kept whose token was lent; False where its owner is not connected, and may not tell its end."""
+        """Registers a value with a lent token; False if the owner is not connected, and so can't report its end."""
         with self._lock:
             is_connected = owner in self._connected
             if is_connected:
@@ -40,19 +40,19 @@ class TokenLenders:
             return is_connected
 
     def unused(self, owner: bytes, keys: Sequence[bytes]) -> None:
-        """Nobody holds these values any more; ProtocolError: it lends nothing here."""
+        """Frees values without references; ProtocolError: the owner lends no tokens here."""
         with self._lock:
             if owner not in self._connected:
                 raise ProtocolError(detail="Unused from a controller that lends no tokens")
-            known = self._keys[owner]
-            gone = [Key(key) for key in keys if key in known]
-            known.difference_update(gone)
+            lent = self._keys[owner]
+            gone = [Key(key) for key in keys if key in lent]
+            lent.difference_update(gone)
         self._store.free(gone)
 
     def close(self, owner: bytes, is_alive: Callable[[], bool]) -> None:
-        """A connection has ended: its values are freed when the owner is gone, as all results of its calls are for Ray.
+        """Handles the end of a connection: its values are freed after the death of the owner, as Ray does with results.
 
-        Until then it frees values itself, by a data connection.
+        Until then the owner frees values itself, by a data connection.
         """
         with self._lock:
             self._connected.discard(owner)
@@ -64,13 +64,13 @@ class TokenLenders:
     def _look(self, owner: bytes, is_alive: Callable[[], bool]) -> bool:
         lives = is_alive()
         with self._lock:
-            kept = [key for key in self._keys[owner] if not isinstance(self._store.look(key), Absence)]
-            if lives and kept:
-                self._keys[owner] = set(kept)
+            held = [key for key in self._keys[owner] if not isinstance(self._store.look(key), Absence)]
+            if lives and held:
+                self._keys[owner] = set(held)
             else:
                 del self._keys[owner]
-        if lives and kept:
+        if lives and held:
             time.sleep(LOOK_S)
             return True
-        self._store.free(kept)
+        self._store.free(held)
         return False

@@ -1,4 +1,4 @@
-"""A call of a member under way, as its caller sees it."""
+"""The handle of a member's asynchronous call."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ class MemberWork(BoundToProcess):
     _INSTEAD = "wait for it where the call was made, and pass the tensor"
 
     def __init__(self, process_group: ProcessGroup, op: str, future: Future[Any], *, is_heard: bool = False) -> None:
-        self._is_heard = is_heard  # whether somebody asks for the outcome, who is told of an error
+        self._is_heard = is_heard  # whether the caller gets an error of the call
         self._process_group = process_group
         self._op = op
         self._future = future
         self._began_s = monotonic()
 
     def done(self) -> bool:
-        """True when the outcome is known; never waits, never raises."""
+        """Whether the call has ended; never waits, never raises."""
         return self._future.done()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Waits for the outcome.
+        """Waits for the end of the call.
 
         Args:
             timeout_s: How long this call waits, in seconds; None: as long as the collective's own limits allow.
 
         Raises:
-            CollectiveTimeoutError: The outcome was not known in time; the collective goes on.
+            CollectiveTimeoutError: The call did not end within `timeout_s`; the collective continues.
             RaycollectError: The collective failed.
         """
         refuse("wait", wrong_wait(timeout_s))
@@ -70,7 +70,7 @@ class MemberWork(BoundToProcess):
         self._raise()
 
     def __await__(self) -> Generator[Any, None, None]:
-        ended = Future[None]()  # not the call's own: asyncio would raise its very error, and cancel it with the await
+        ended = Future[None]()  # not the call's: asyncio would raise its error object, and cancel it with the await
         ended.set_running_or_notify_cancel()
         self._future.add_done_callback(lambda _: ended.set_result(None))
         yield from asyncio.wrap_future(ended).__await__()
@@ -102,12 +102,12 @@ class MemberWork(BoundToProcess):
         is_known = self._future.done()
         state, error = self._outcome()
         process_group = self._process_group
-        told = [
+        rows = [
             ("rank", f"{process_group.rank} of {process_group.world_size}, backend {process_group.backend}"),
             ("error", "" if error is None else html.failure(error)),
         ]
         far = html.line(html.bar(int(state == "done") if is_known else None, 1))
-        return html.block("work", f"{self._op} on group {process_group.name!r}: {state}", far, html.pairs(told))
+        return html.block("work", f"{self._op} on group {process_group.name!r}: {state}", far, html.pairs(rows))
 
     def __repr__(self) -> str:
         return f"<MemberWork {self._op} on group {self._process_group.name!r}: {self._outcome()[0]}>"

@@ -237,7 +237,7 @@ def test_long_member_call_is_logged(actors, gate, held):
     late = group.status(0).members[1].actor
     for texts in ray.get(waiting):
         (text,) = texts
-        assert "still under way after 2 s; these have not come to it:" in text
+        assert "still under way after 2 s; these ranks have not arrived:" in text
         line, *stack = text.splitlines()[1:]
         assert line.startswith(f"  - rank 1 ({late}) has not begun it, and is in ")
         assert "call (" in line

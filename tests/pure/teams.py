@@ -78,7 +78,7 @@ class Script:
             refs=len(self.values),
             arguments=tuple(self.arguments),
             returns=tuple(self.returns),
-            kept=tuple(self.kept),
+            keeps=tuple(self.kept),
             keys=tuple(self.keys),
             numbered=self.numbered,
         )

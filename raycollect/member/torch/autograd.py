@@ -1,8 +1,7 @@
-"""Collectives of members that autograd differentiates, for torch tensors, with the names of torch.distributed.nn.
+"""Differentiable collectives of members, for torch tensors, with the names of torch.distributed.nn.
 
-Each makes new tensors, and takes part in the backward pass by another collective: all ranks have to run the backward
-pass, too, over the same graph. The gradients are those of the sum of all ranks' losses. They can be differentiated
-again.
+Each collective returns new tensors. Its backward pass is another collective: all ranks have to run the backward pass
+over the same graph. The gradients are those of the sum of all ranks' losses. They can be differentiated again.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ def all_reduce(tensor: Any, op: ReduceOp | str = ReduceOp.SUM, group_name: Group
 
     Args:
         tensor: This rank's torch tensor, of one shape and dtype on all.
-        op: SUM or AVG: the others have no gradient here.
+        op: SUM or AVG; other reduce ops have no gradient here.
         group_name: The group.
 
     Raises:
         InvalidArgumentError: Another reduce op.
-        RaycollectError: As `raycollect.allreduce`; from the backward pass, too.
+        RaycollectError: As `raycollect.allreduce`; also raised by the backward pass.
     """
     return _AllReduce.apply(tensor, _linear("all_reduce", op), group_name)
 
@@ -49,22 +48,22 @@ def reduce_scatter(tensors: Sequence[Any], op: ReduceOp | str = ReduceOp.SUM, gr
 def all_to_all(
     tensors: Sequence[Any], group_name: GroupLike = "default", *, like: Sequence[Any] | None = None
 ) -> tuple[Any, ...]:
-    """Gives each rank its item of every rank's list; returns what each rank gives to this one, by rank.
+    """Sends item `r` of each rank's list to rank `r`; returns the received tensors, by rank.
 
-    `like` are tensors of the shapes of what comes; by default they are those of what goes. See `all_reduce`.
+    `like` are tensors with the shapes of the received tensors; by default `tensors`. See `all_reduce`.
     """
-    shapes = tuple(one.shape for one in (tensors if like is None else like))
+    shapes = tuple(tensor.shape for tensor in (tensors if like is None else like))
     return tuple(_AllToAll.apply(group_name, shapes, *tensors))
 
 
 def _linear(name: str, op: Any) -> ReduceOp:
     try:
-        found = ReduceOp.coerce(op)
+        reduce_op = ReduceOp.coerce(op)
     except ValueError:
-        found = None
-    if found not in _LINEAR:
+        reduce_op = None
+    if reduce_op not in _LINEAR:
         raise refusal(name, "", (wrong_argument("op", repr(op), "SUM or AVG, which can be differentiated"),))
-    return found
+    return reduce_op
 
 
 def _dense(tensor: Any) -> Any:
@@ -75,9 +74,9 @@ class _AllReduce(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, tensor: Any, op: ReduceOp, group_name: GroupLike) -> Any:
         ctx.op, ctx.group_name = op, group_name
-        made = tensor.detach().clone(memory_format=torch.contiguous_format)
-        operations.allreduce(made, group_name, op)
-        return made
+        output = tensor.detach().clone(memory_format=torch.contiguous_format)
+        operations.allreduce(output, group_name, op)
+        return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
@@ -89,9 +88,9 @@ class _AllGather(torch.autograd.Function):  # type: ignore[misc]
     def forward(ctx: Any, tensor: Any, group_name: GroupLike) -> Any:
         ctx.group_name = group_name
         given = _dense(tensor)
-        made = [torch.empty_like(given) for _ in range(get_group_handle(group_name).world_size)]
-        operations.allgather(made, given, group_name)
-        return tuple(made)
+        outputs = [torch.empty_like(given) for _ in range(get_group_handle(group_name).world_size)]
+        operations.allgather(outputs, given, group_name)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -102,11 +101,11 @@ class _ReduceScatter(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, op: ReduceOp, group_name: GroupLike, *tensors: Any) -> Any:
         ctx.op, ctx.group_name = op, group_name
-        given = [_dense(one) for one in tensors]
+        given = [_dense(tensor) for tensor in tensors]
         mine = get_group_handle(group_name).rank
-        made = torch.empty_like(given[mine] if mine < len(given) else given[0])
-        operations.reducescatter(made, given, group_name, op)
-        return made
+        output = torch.empty_like(given[mine] if mine < len(given) else given[0])
+        operations.reducescatter(output, given, group_name, op)
+        return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
@@ -118,11 +117,11 @@ class _ReduceScatter(torch.autograd.Function):  # type: ignore[misc]
 class _AllToAll(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, group_name: GroupLike, shapes: Sequence[Any], *tensors: Any) -> Any:
-        ctx.group_name, ctx.shapes = group_name, tuple(one.shape for one in tensors)
-        given = [_dense(one) for one in tensors]
-        made = [given[0].new_empty(shape) for shape in shapes]
-        operations.alltoall(made, given, group_name)
-        return tuple(made)
+        ctx.group_name, ctx.shapes = group_name, tuple(tensor.shape for tensor in tensors)
+        given = [_dense(tensor) for tensor in tensors]
+        outputs = [given[0].new_empty(shape) for shape in shapes]
+        operations.alltoall(outputs, given, group_name)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

@@ -16,13 +16,13 @@ distributed: Any = import_module("torch.distributed")
 def allreduce_hook(process_group: Any, bucket: Any) -> Any:
     """Averages gradients of DDP: ``model.register_comm_hook(None, raycollect.torch.allreduce_hook)``.
 
-    Without it DDP divides the gradients in a pass of its own before they are added; here that is a part of the
-    reduction. On one machine, DDP's buckets are moved to shared memory when they are first seen, and the ranks add them
-    in place. The last bucket, beside which nothing is left to compute, is reduced in the thread of the backward pass.
+    By default DDP divides the gradients in a separate pass before the reduction; here the division is a part of the
+    reduction. On one machine, DDP's buckets are moved to shared memory on first use, and the ranks add them in place.
+    The last bucket, which overlaps with no computation, is reduced in the thread of the backward pass.
 
     Args:
-        process_group: That of the model; None: the default one.
-        bucket: What DDP gives: gradients in one tensor, `torch.distributed.GradBucket`.
+        process_group: The process group of the model; None: the default group.
+        bucket: The gradients in one tensor, a `torch.distributed.GradBucket`.
 
     Returns:
         A `torch.futures.Future` of the averages.
@@ -38,14 +38,14 @@ def allreduce_hook(process_group: Any, bucket: Any) -> Any:
     return ended
 
 
-allreduce_hook.__annotations__.clear()  # DDP takes its own types there, or none
+allreduce_hook.__annotations__.clear()  # DDP accepts only its own types as annotations, or none
 
 
 def move_to_shared_memory(tensor: Any) -> bool:
-    """Moves the memory of a tensor, and so of all its views, to the arena; arrays of numpy over it would dangle.
+    """Moves the memory of a tensor and of all its views to the arena; numpy arrays over the old memory would dangle.
 
     Returns:
-        Whether it lies there now. It does not where the arena is full or switched off, or this torch can't move memory.
+        Whether the memory is in the arena now. False if the arena is full or off, or this torch can't move memory.
     """
     storage, segments = tensor.untyped_storage(), Segments.current()
     address, nbytes = storage.data_ptr(), storage.nbytes()
@@ -54,8 +54,8 @@ def move_to_shared_memory(tensor: Any) -> bool:
     swap = getattr(storage, "_swap_data_ptr_", None)  # new in torch 2.13
     if swap is not None and nbytes:
         with suppress(OSError, MemoryError):
-            made = torch.from_numpy(segments.allocate(nbytes)).untyped_storage()
-            made.copy_(storage)
-            swap(made)
+            shared = torch.from_numpy(segments.allocate(nbytes)).untyped_storage()
+            shared.copy_(storage)
+            swap(shared)
             return True
     return False

@@ -1,8 +1,8 @@
 """raycollect as a backend of torch.distributed: a group whose ranks are those of a torch process group.
 
-torch's classes for backends can't be derived from in Python, only `ProcessGroup`; the group that
-`torch.distributed.init_process_group` makes is therefore replaced by the one here, as torch does it for such classes.
-Each call of torch is one call of a member, with the same agreement and the same errors.
+Python can't subclass torch's classes for backends, only `ProcessGroup`. Torch therefore replaces the group that
+`torch.distributed.init_process_group` makes by the group of this module, as for other such subclasses. Each call of
+torch is one call of a member, with the same agreement and the same errors.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ Tensors = Sequence[Any]
 
 
 def create(given: Any, options: Any) -> TorchProcessGroup:
-    """Joins a group, as torch asks for it.
+    """Joins a group, at torch's request.
 
     Args:
         given: torch's options: store, rank, size, timeout and id of the group.
-        options: The `pg_options` of the caller, or None: a dict, passed through to the backend, in which ``"backend"``
-            names that one. By default it is ``"auto"``.
+        options: The `pg_options` of the caller, or None: a dict for the backend, in which ``"backend"`` names the
+            backend, by default ``"auto"``.
 
     Raises:
         RaycollectError: As `init_collective_group`.
@@ -70,14 +70,14 @@ def create(given: Any, options: Any) -> TorchProcessGroup:
 
 
 class TorchStore:
-    """A `BootstrapStore` in a store of torch, which has a prefix for each group."""
+    """A `BootstrapStore` in a store of torch, with a prefix per group."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
         self.host: str = _own_address(store)
 
     def post(self, name: str, record: bytes, *, replace: bool = False) -> bool:
-        """Posts a record; False if there is one, which is not to be replaced. Only rank 0 posts."""
+        """Posts a record; False if one exists, and `replace` is False. Only rank 0 posts."""
         if not replace and self._store.check([name]):
             return False
         self._store.set(name, record)
@@ -89,16 +89,16 @@ class TorchStore:
 
     def remove(self, name: str) -> None:
         """Removes the record, once all have joined."""
-        with suppress(RuntimeError):  # not all stores can
+        with suppress(RuntimeError):  # some stores can't
             self._store.delete_key(name)
 
     def where(self, name: str) -> str:
-        """What a person calls the place of the record."""
+        """The location of the record, for a message."""
         return f"the key {name!r} of torch's store"
 
 
 def _own_address(store: Any) -> str:
-    """This process's address for the others: the one from which it reaches torch's store, if that is a server."""
+    """This process's address for the others: its source address towards torch's store, if that is a server."""
     while hasattr(store, "underlying_store"):  # a prefix
         store = store.underlying_store
     if not isinstance(store, distributed.TCPStore):
@@ -110,7 +110,7 @@ def _own_address(store: Any) -> str:
 
 
 class _Named(distributed.ProcessGroup):  # type: ignore[misc]
-    """What torch asks of a process group besides calls; `member_group` is the name of raycollect's group."""
+    """Torch's interface of a process group, without collectives; `member_group` is the name of raycollect's group."""
 
     def __init__(self, rank: int, size: int, member_group: str) -> None:
         super().__init__(rank, size)
@@ -130,7 +130,7 @@ class _Named(distributed.ProcessGroup):  # type: ignore[misc]
         return self._rank
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """The name by which it is registered."""
+        """The name of the registered backend."""
         return NAME
 
     name = getBackendName
@@ -145,7 +145,7 @@ class _Named(distributed.ProcessGroup):  # type: ignore[misc]
 
     @property
     def group_desc(self) -> str:
-        """What torch says of the group."""
+        """Torch's description of the group."""
         return self._group_desc
 
     def _set_group_desc(self, text: str) -> None:
@@ -165,17 +165,17 @@ class _Named(distributed.ProcessGroup):  # type: ignore[misc]
         self._place.timeout_s = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Leaves the group once its calls have ended, such as a send that nobody waits for; may be called twice."""
+        """Leaves the group after the end of its calls, such as a send without a wait; may be called twice."""
         until_s = monotonic() + self._place.timeout_s
         for queue in self._queues.values():
             queue.close()
         for queue in self._queues.values():
             if not queue.drain(until_s - monotonic()):
-                _log.warning("group %r: destroyed while %d calls were under way", self._member_group, queue.pending)
+                _log.warning("group %r: destroyed while %d calls were in progress", self._member_group, queue.pending)
         self.abort()
 
     def abort(self) -> None:
-        """Leaves the group at once: calls under way fail."""
+        """Leaves the group at once: calls in progress fail."""
         for queue in self._queues.values():
             queue.close()
         with suppress(RaycollectError):  # it has left before
@@ -194,20 +194,20 @@ class TorchProcessGroup(_Named):
     def allreduce(self, tensors: Tensors, opts: Any = None) -> TorchWork:
         """Reduces tensors over all ranks, in place."""
         opts = opts or distributed.AllreduceOptions()
-        return self._start(OpKind.ALLREDUCE, [[("tensor", _one(tensors))]], tensors, opts, op=_op(opts))
+        return self._start(OpKind.ALLREDUCE, [[("tensor", _operand(tensors))]], tensors, opts, op=_op(opts))
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> TorchWork:
         """Reduces a tensor over all ranks into that of one rank."""
         opts = opts or distributed.ReduceOptions()
-        values = [("tensor", _one(tensors))]
+        values = [("tensor", _operand(tensors))]
         return self._start(OpKind.REDUCE, [values], tensors, opts, op=_op(opts), root=opts.rootRank)
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> TorchWork:
         """Overwrites every rank's tensor with that of one rank."""
         opts = opts or distributed.BroadcastOptions()
-        return self._start(OpKind.BROADCAST, [[("tensor", _one(tensors))]], tensors, opts, root=opts.rootRank)
+        return self._start(OpKind.BROADCAST, [[("tensor", _operand(tensors))]], tensors, opts, root=opts.rootRank)
 
     def allgather(self, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Any = None) -> TorchWork:
         """Gives every rank the tensors of all ranks, whose sizes may differ."""
@@ -216,8 +216,8 @@ class TorchProcessGroup(_Named):
 
     def allgather_coalesced(self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None) -> TorchWork:
         """Gives every rank the lists of tensors of all ranks, by rank."""
-        outputs = [list(one) for one in output_lists]
-        return self._allgather([(outputs, list(input_list))], [one for some in outputs for one in some], opts)
+        outputs = [list(tensors) for tensors in output_lists]
+        return self._allgather([(outputs, list(input_list))], [tensor for some in outputs for tensor in some], opts)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> TorchWork:
         """Gives every rank the tensors of all ranks, one behind the other in one tensor."""
@@ -225,7 +225,7 @@ class TorchProcessGroup(_Named):
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:
         """Like `all_gather_single`, for several tensors."""
-        pairs = [(_flat(output), one) for output, one in zip(outputs, inputs, strict=True)]
+        pairs = [(_flat(output), input_tensor) for output, input_tensor in zip(outputs, inputs, strict=True)]
         return self._allgather(pairs, list(outputs), opts)
 
     def reduce_scatter(self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None) -> TorchWork:
@@ -238,7 +238,9 @@ class TorchProcessGroup(_Named):
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:
         """Like `reduce_scatter_single`, for several tensors."""
-        return self._reduce_scatter([(output, _flat(one)) for output, one in zip(outputs, inputs, strict=True)], opts)
+        return self._reduce_scatter(
+            [(output, _flat(input_tensor)) for output, input_tensor in zip(outputs, inputs, strict=True)], opts
+        )
 
     def gather(self, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Any = None) -> TorchWork:
         """Gives one rank the tensors of all ranks."""
@@ -274,24 +276,24 @@ class TorchProcessGroup(_Named):
     def send(self, tensors: Tensors, dst_rank: int, tag: int = 0) -> TorchWork:
         """Sends a tensor to one rank."""
         self._check_tag("send", tag)
-        values, pair = [("tensor", _one(tensors))], name_of_ranks(self._rank, dst_rank)
+        values, pair = [("tensor", _operand(tensors))], name_of_ranks(self._rank, dst_rank)
         return self._start(OpKind.SEND, [values], tensors, communicator=pair, root=ME, peer=dst_rank)
 
     def recv(self, tensors: Tensors, src_rank: int, tag: int = 0) -> TorchWork:
-        """Overwrites a tensor with what one rank sends."""
+        """Receives a tensor from one rank, in place."""
         self._check_tag("recv", tag)
-        values, pair = [("tensor", _one(tensors))], name_of_ranks(src_rank, self._rank)
+        values, pair = [("tensor", _operand(tensors))], name_of_ranks(src_rank, self._rank)
         return self._start(OpKind.SEND, [values], tensors, communicator=pair, source=src_rank, root=src_rank, peer=ME)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> TorchWork:
-        """Refuses: a rank receives from a rank that it names."""
+        """Raises: a receive has to name its source rank."""
         raise self._unsupported("recv", "source rank", "missing", "the rank to receive from")
 
     def barrier(self, opts: Any = None) -> TorchWork:
         """Waits until all ranks have called it."""
         return self._start(OpKind.BARRIER, [[]], [], opts)
 
-    # what torch called them before 2.10
+    # torch's names before 2.10
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -320,12 +322,12 @@ class TorchProcessGroup(_Named):
         source: int = -1,
         **arguments: Any,
     ) -> TorchWork:
-        """Makes calls one after the other: in this thread if the caller is going to wait, and none is under way.
+        """Makes calls one after the other: in this thread if the caller waits and no call is in progress.
 
-        `opts` are torch's options, `arguments` those of `MemberCall`, and `tensors` what the work gives.
+        `opts` are torch's options, `arguments` those of `MemberCall`, and `tensors` the result of the work.
         """
         given_s = opts.timeout.total_seconds() if opts is not None else 0.0
-        timeout_s = given_s if given_s > 0 else None  # torch gives -1 ms where nobody said
+        timeout_s = given_s if given_s > 0 else None  # torch passes -1 ms by default
 
         def run() -> Outcome:
             for values in calls:
@@ -339,8 +341,8 @@ class TorchProcessGroup(_Named):
         else:
             if queue is None:
                 name = f"{self._member_group}-{communicator}"
-                made = CallQueue(name, place.broken)
-                queue = self._queues.setdefault(communicator, made)
+                new_queue = CallQueue(name, place.broken)
+                queue = self._queues.setdefault(communicator, new_queue)
             future = queue.submit(run)
         op = kind.value if source < 0 else OpKind.RECV.value
         return TorchWork(MemberWork(place, op, future, is_heard=True), future, tensors, source)
@@ -349,12 +351,12 @@ class TorchProcessGroup(_Named):
         if tag:
             raise self._unsupported(op, "tag", str(tag), "0: calls between two ranks match by their order")
 
-    def _unsupported(self, op: str, field: str, found: str, expected: str) -> RaycollectError:
-        wrong = Violation(kind="unsupported", rank=self._rank, field=field, found=found, expected=expected)
+    def _unsupported(self, op: str, field: str, actual: str, expected: str) -> RaycollectError:
+        wrong = Violation(kind="unsupported", rank=self._rank, field=field, found=actual, expected=expected)
         return refusal(op, self._member_group, (wrong,))
 
 
-def _one(tensors: Tensors) -> Any:
+def _operand(tensors: Tensors) -> Any:
     return tensors[0] if len(tensors) == 1 else list(tensors)
 
 
@@ -363,7 +365,7 @@ def _op(opts: Any) -> str:
 
 
 def _flat(tensor: Any) -> Any:
-    """One dimension, which the ranks can divide whatever its shape; what is not contiguous is refused by the call."""
+    """A view with one dimension, for the ranks to divide; the call refuses tensors that are not contiguous."""
     return tensor.view(-1) if tensor.is_contiguous() else tensor
 
 

@@ -1,4 +1,4 @@
-"""What torch gets for a call: its `Work`, and futures that can fail."""
+"""Torch's handles of a call: its `Work`, and futures that can fail."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ distributed: Any = import_module("torch.distributed")
 
 
 class _Failed:
-    """The value of a torch future that has failed: who reads it gets the error.
+    """The value of a failed torch future: reading it raises the error.
 
-    `torch.futures.Future.set_exception` makes the error itself the value, for Python to raise. DDP reads the value in
-    C++: it takes the tensors out of it by pickling, looks at the first, and dies of SIGSEGV where there is none.
+    `torch.futures.Future.set_exception` makes the error the value, for Python to raise. DDP reads the value in C++: it
+    extracts the tensors by pickling, and accesses the first one, with a SIGSEGV if there are no tensors.
     """
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
 
     def look(self) -> Any:
-        """Raises the error; what a future does with its value."""
+        """Raises the error; the function with which a future unwraps its value."""
         if isinstance(self._error, RaycollectError):
             raise anew(self._error)
         raise self._error.with_traceback(None)
@@ -36,7 +36,7 @@ class _Failed:
 
 
 class TorchWork(distributed.Work):  # type: ignore[misc]
-    """A call under way, as torch sees it; `tensors` are those that the call was given."""
+    """Torch's handle of a call; `tensors` are the arguments of the call."""
 
     def __init__(self, work: MemberWork, future: Future[Any], tensors: Sequence[Any], source: int = -1) -> None:
         super().__init__()
@@ -51,28 +51,28 @@ class TorchWork(distributed.Work):  # type: ignore[misc]
         return True
 
     def get_future(self) -> Any:
-        """Its end as a `torch.futures.Future` of the tensors."""
-        made, tensors = torch.futures.Future(), self._tensors
+        """A `torch.futures.Future` of the tensors, set at the end of the call."""
+        torch_future, tensors = torch.futures.Future(), self._tensors
 
         def settle(future: Future[Any]) -> None:
             error = future.exception()
             if error is not None:
-                made._set_unwrap_func(_Failed.look)
-            made.set_result(tensors if error is None else _Failed(error))
+                torch_future._set_unwrap_func(_Failed.look)
+            torch_future.set_result(tensors if error is None else _Failed(error))
 
         self._future.add_done_callback(settle)
-        return made
+        return torch_future
 
     def is_completed(self) -> bool:
-        """Whether it has ended; never waits."""
+        """Whether the call has ended; never waits."""
         return self._future.done()
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
+        """Whether the call has succeeded."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """Why it failed; None if it did not, or has not ended."""
+        """The error of the call; None if it succeeded, or has not ended."""
         return self._future.exception() if self._future.done() else None
 
     def result(self) -> list[Any]:

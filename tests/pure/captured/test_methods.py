@@ -345,8 +345,8 @@ def test_runs_by_the_channel_hold_the_turn_of_ordered_participants(here: Lease, 
         return value
 
     assert not _capture(here, _echo(), note=note), "there is no doorbell"
-    here._run_came(_run(1, 0, 5))
-    here._run_came(_run(2, 1, 6))
+    here._receive_run(_run(1, 0, 5))
+    here._receive_run(_run(2, 1, 6))
     said = _said(here)
     assert _result(said.wait_for(1)) == (5,)
     assert _result(said.wait_for(2)) == (6,)
@@ -364,7 +364,7 @@ def test_runs_of_a_closed_step_are_refused_and_ended(here: Lease, known: bool) -
     if not known:
         with pytest.raises(CaptureError, match="closed"):
             _capture(here, _echo(), note=int)
-    here._run_came(_run(1, 0))
+    here._receive_run(_run(1, 0))
     assert "closed" in str(_said(here).error(1))
     assert here._sequencer.start(2, 1) is None
     here._sequencer.end(2)
@@ -375,7 +375,7 @@ def test_an_abort_reaches_a_run(here: Lease, monkeypatch: pytest.MonkeyPatch) ->
     script.call("hold")
     script.call("after")
     _capture(here, script, hold=gate, after=lambda: pytest.fail("it was aborted"))
-    here._run_came(_run(1, 0))
+    here._receive_run(_run(1, 0))
     assert gate.came.wait(WAIT_S)
     woken, runner = list[int](), here.captured_step(CAPTURE).runner
     monkeypatch.setattr(runner, "abort", woken.append)
@@ -390,7 +390,7 @@ def test_an_abort_reaches_a_run(here: Lease, monkeypatch: pytest.MonkeyPatch) ->
 def test_arrivals_at_no_check_are_of_no_use(here: Lease) -> None:
     _capture(here, _echo(), note=int)
     here._arrivals(Arrivals(group_id="", seq=1, round=0, blobs=[b""], more=False))
-    here._run_came(_run(1, 0, 3))
+    here._receive_run(_run(1, 0, 3))
     assert _result(_said(here).wait_for(1)) == (3,)
 
 
@@ -414,9 +414,9 @@ def test_refs_are_pinned_or_go_by_value(here: Lease) -> None:
     here._store.put(key, container)
     script = Script(0, [None, None])
     script.call("note", 0, 1)
-    _capture(here, script, _handle(key, here._holder.actor_id), shared, note=lambda *args: seen.append(args))
+    _capture(here, script, _handle(key, here._participant.actor_id), shared, note=lambda *args: seen.append(args))
     here._store.free([key])
-    here._run_came(_run(1, 0))
+    here._receive_run(_run(1, 0))
     _said(here).wait_for(1)
     ((tensor, other),) = seen
     assert tensor is container.value, "the very tensor, though its ref is gone"
@@ -431,7 +431,7 @@ def test_foreign_and_missing_tensors_are_refused(here: Lease) -> None:
     here._store.put(key, pinned(full(1)))
     here._store.free([key])
     with pytest.raises(TensorFreedError) as caught:
-        _capture(here, script, _handle(key, here._holder.actor_id))
+        _capture(here, script, _handle(key, here._participant.actor_id))
     assert caught.value.violations[0].ref == key.hex()
     with pytest.raises(CaptureError, match="not here"):
         here.captured_step(CAPTURE).runner.look()

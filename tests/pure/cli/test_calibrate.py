@@ -13,12 +13,12 @@ from raycollect.cli import calibrate
 from raycollect.cli.calibrate import SIZES, line_of
 from raycollect.errors import InvalidArgumentError, KernelError
 from raycollect.group import link_costs
-from raycollect.group.link_costs import Costs, Measured
+from raycollect.group.link_costs import Costs, MeasuredLink
 from raycollect.planner.topology import BETWEEN, INSIDE, Link
 
-SHM = Measured(place="inside", backend="shm", latency_s=1e-5, bandwidth=8e9, how="measured: so")
-TCP = Measured(place="inside", backend="tcp", latency_s=3e-5, bandwidth=2e9)
-NETWORK = Measured(place="between", backend="tcp", latency_s=5e-5, bandwidth=3e9)
+SHM = MeasuredLink(place="inside", backend="shm", latency_s=1e-5, bandwidth=8e9, how="measured: so")
+TCP = MeasuredLink(place="inside", backend="tcp", latency_s=3e-5, bandwidth=2e9)
+NETWORK = MeasuredLink(place="between", backend="tcp", latency_s=5e-5, bandwidth=3e9)
 
 
 def nowhere(folder):
@@ -162,7 +162,7 @@ def test_a_broken_file_at_the_default_place_is_told_and_the_defaults_stand(tmp_p
     path = tmp_path / "raycollect" / "costs.json"
     path.parent.mkdir()
     path.write_text("{")
-    with pytest.warns(RuntimeWarning, match=r"costs\.json.*the defaults stand"):
+    with pytest.warns(RuntimeWarning, match=r"costs\.json.*the defaults are used"):
         found = link_costs.current(nowhere(tmp_path))
     assert found == Costs()
 

@@ -191,7 +191,7 @@ def test_measured_costs_are_those_that_the_planner_reads(tmp_path: Path, monkeyp
     absent = row_of("measured costs")
     assert (absent.state, absent.cure) == (WARNING, "raycollect bench --calibrate")
     path = link_costs.default_path()
-    link = link_costs.Measured(place="inside", backend="shm", latency_s=1e-5, bandwidth=4e9)
+    link = link_costs.MeasuredLink(place="inside", backend="shm", latency_s=1e-5, bandwidth=4e9)
     link_costs.write(path, [link])
     assert row_of("measured costs").found == f"{path}: inside over shm"
     path.write_text("{}")

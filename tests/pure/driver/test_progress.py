@@ -14,7 +14,7 @@ from raycollect.core.kernel_progress import LENT, KernelProgress
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
 from raycollect.engine.progress import NOWHERE, ByteMap, BytesDone
-from raycollect.engine.steps import Boxes, Bundle, Kernels, Packed, Step
+from raycollect.engine.steps import Kernels, Packed, PreparedBundle, ReshardKernels, Step
 from raycollect.pos import tensors
 from tests.pure.communicators import ThreadTeam
 from tests.pure.conformance import run_launch
@@ -114,14 +114,14 @@ def move(*sizes: int) -> Kernels:
     return Kernels(0, "g", (0, 1), kernels)
 
 
-def script(*bundles: tuple[int, tuple[Step, ...]]) -> list[Bundle]:
+def script(*bundles: tuple[int, tuple[Step, ...]]) -> list[PreparedBundle]:
     """Bundles, each of one call of so many bytes."""
     share = SimpleNamespace(op="allreduce", group_id="g", rank=0, ranks=(0, 1))
     stretches = []
     for nbytes, moves in bundles:
         gives = SimpleNamespace(tensors=(SimpleNamespace(nbytes=nbytes),))
         agreed = (SimpleNamespace(specs=(SimpleNamespace(gives=gives),)),)
-        stretches.append(Bundle(cast(Any, share), 1, moves, (), (), (), cast(Any, agreed), ()))
+        stretches.append(PreparedBundle(cast(Any, share), 1, moves, (), (), (), cast(Any, agreed), ()))
     return stretches
 
 
@@ -145,7 +145,7 @@ def test_a_bundle_counts_with_its_collectives_and_kernels_share_that() -> None:
 def test_rounds_in_messages_count_for_the_exchange_and_a_barrier_has_no_bytes() -> None:
     rounds = [move(30), move(70)]
     packed = tuple(Packed(0, "g", (0, 1), one.kernels, cast(Any, None)) for one in rounds)
-    exchange = Boxes(0, "g", (0, 1), tuple(one.kernels[0] for one in rounds), packed, cast(Any, None))
+    exchange = ReshardKernels(0, "g", (0, 1), tuple(one.kernels[0] for one in rounds), packed, cast(Any, None))
     extent = ByteMap(script((100, (exchange,)), (50, (move(50),))))
     assert [extent.at(one, 1, 0.5).done for one in packed] == [15, 65]
     nothing = Kernels(0, "g", (0, 1), (Kernel(kind=OpKind.BARRIER),))

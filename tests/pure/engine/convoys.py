@@ -22,12 +22,12 @@ def convoy_of(
     members = [range(groups)] if isinstance(groups, int) else groups
     team = None if backend == "local" else ThreadTeam(backend, len(members[0]))
     make = None if team is None else lambda _: team.communicators
-    made = Convoy(members, make, coalesces=backends.get(backend).coalesces)
-    made.allocate = allocate
+    convoy = Convoy(members, make, coalesces=backends.get(backend).coalesces)
+    convoy.allocate = allocate
     try:
-        yield made
+        yield convoy
     finally:
-        made.close()
+        convoy.close()
         if team is not None:
             team.close()
 

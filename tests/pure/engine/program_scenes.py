@@ -225,12 +225,12 @@ def _flat(value: Any) -> list[Any]:
     return [np.ravel(arrays.view(tensor)) for tensor in contain(value).tensors]
 
 
-def _same(found: Any, expected: Any) -> None:
-    if isinstance(found, np.ndarray) and isinstance(expected, list):  # all pieces in one tensor
-        found, expected = [found.ravel()], [np.concatenate([piece.ravel() for piece in expected])]
-    for one, right in zip(_flat(found), _flat(expected), strict=True):
-        assert one.dtype == right.dtype
-        np.testing.assert_array_equal(one, right)
+def _same(actual: Any, expected: Any) -> None:
+    if isinstance(actual, np.ndarray) and isinstance(expected, list):  # all pieces in one tensor
+        actual, expected = [actual.ravel()], [np.concatenate([piece.ravel() for piece in expected])]
+    for left, right in zip(_flat(actual), _flat(expected), strict=True):
+        assert left.dtype == right.dtype
+        np.testing.assert_array_equal(left, right)
 
 
 def check(scene: Scene, stage: Stage, before: list[Any], outcomes: Sequence[Any]) -> None:
@@ -241,11 +241,14 @@ def check(scene: Scene, stage: Stage, before: list[Any], outcomes: Sequence[Any]
         reduced = scene.kind in (OpKind.ALLREDUCE, OpKind.SCAN, OpKind.EXSCAN) or (
             scene.kind is OpKind.REDUCE and rank == scene.root
         )
-        made = scene.outputs == "made" and (reduced or rank in scene.takers) and rank not in stage.takes
-        assert len(outcome.outputs) == made, "no scratch is given back"
+        has_output = scene.outputs == "made" and (reduced or rank in scene.takers) and rank not in stage.takes
+        assert len(outcome.outputs) == has_output, "no scratch is given back"
         if stage.expected[rank] is not None:
-            _same(outcome.outputs[0].value if made else stage.takes.get(rank, stage.gives[rank]), stage.expected[rank])
-        if made:
+            _same(
+                outcome.outputs[0].value if has_output else stage.takes.get(rank, stage.gives[rank]),
+                stage.expected[rank],
+            )
+        if has_output:
             assert contain(outcome.outputs[0].value).structure == contain(stage.expected[rank]).structure
-        if stage.gives[rank] is not None and scene.outputs != "in place" and (made or not reduced):
+        if stage.gives[rank] is not None and scene.outputs != "in place" and (has_output or not reduced):
             _same(stage.gives[rank], before[rank])

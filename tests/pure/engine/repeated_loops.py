@@ -64,7 +64,7 @@ class Loop:
         self.team = Team(world, [Script(rank, [pinned(value)]) for rank, value in enumerate(values)])
         self.team.caches = [cache() for _ in range(world)]
         self.group = ThreadTeam(backend, world)
-        self.odd = [Odd(one) for one in self.group.communicators]
+        self.odd = [Odd(communicator) for communicator in self.group.communicators]
         self.team.communicators = self.ends = Ends(self.odd)  # type: ignore[assignment]
         self.gates = [Gate() for _ in range(world)]
         for actor, gate in zip(self.team.actors, self.gates, strict=True):
@@ -103,11 +103,11 @@ class Loop:
 
     @property
     def dirty(self) -> list[int]:
-        return [one.statistics().dirty for one in self.team.stores]
+        return [store.statistics().dirty for store in self.team.stores]
 
     def clean(self) -> None:
-        for one, value in zip(self.team.stores, self.values, strict=True):
-            one.mark_written([arrays.byte_range(array(value))])
+        for store, value in zip(self.team.stores, self.values, strict=True):
+            store.mark_written([arrays.byte_range(array(value))])
             array(value)[...] = 1
 
     def close(self) -> None:
@@ -150,7 +150,7 @@ def loop() -> Iterator[MakeLoop]:
         yield make
 
 
-def told(error: Any) -> Any:
+def fields_of(error: Any) -> Any:
     """All that an error says."""
     if error is None:
         return None
@@ -160,16 +160,16 @@ def told(error: Any) -> Any:
 def same(loop: MakeLoop, scenario: Callable[[MakeLoop], Any]) -> Any:
     """Plays a scenario with loops whose runs all prepare themselves, and with repeated ones: the outcome is one."""
     expected = scenario(partial(loop, cache=Forgetful))
-    made: list[Loop] = []
+    loops: list[Loop] = []
 
     def make(*args: Any, **given: Any) -> Loop:
-        made.append(loop(*args, **given))
-        return made[-1]
+        loops.append(loop(*args, **given))
+        return loops[-1]
 
-    found = scenario(make)
-    assert any(one.repeats for one in made)
-    assert found == expected
-    return found
+    result = scenario(make)
+    assert any(loop.repeats for loop in loops)
+    assert result == expected
+    return result
 
 
 class Rebound:

@@ -22,16 +22,16 @@ def run(
     **arguments: Any,
 ) -> dict[int, Any]:
     """Runs a reshard; sides are by their own ranks. Returns the outcomes by rank of the group."""
-    known = convoy.memberships[0]
-    places = Topology(hosts=tuple(hosts) or known.topology.hosts)
-    membership = Membership(spec=known.spec, participants=known.participants, topology=places)
+    declared = convoy.memberships[0]
+    places = Topology(hosts=tuple(hosts) or declared.topology.hosts)
+    membership = Membership(spec=declared.spec, participants=declared.participants, topology=places)
     keys: dict[int, Any] = {}
     for side, ranks, odd in ((src, reshard.src_ranks, 0), (dst or {}, reshard.dst_ranks, 1)):
         for at, value in side.items():
             keys[2 * ranks[at] + odd] = convoy.keep(ranks[at], value)
-    asked = request_of(reshard, membership.spec, made=dst is None, **arguments)
-    operands = tuple((rank, keys.get(a), keys.get(b)) for rank, a, b in asked.operands)
-    return convoy.run([replace(asked, operands=operands)], [membership])
+    request = request_of(reshard, membership.spec, made=dst is None, **arguments)
+    operands = tuple((rank, keys.get(a), keys.get(b)) for rank, a, b in request.operands)
+    return convoy.run([replace(request, operands=operands)], [membership])
 
 
 def must(outcomes: Mapping[int, Any]) -> dict[int, Any]:
@@ -39,4 +39,4 @@ def must(outcomes: Mapping[int, Any]) -> dict[int, Any]:
     for outcome in outcomes.values():
         if outcome.error is not None:
             raise outcome.error
-    return {rank: [one.value for one in outcome.outputs] for rank, outcome in outcomes.items()}
+    return {rank: [container.value for container in outcome.outputs] for rank, outcome in outcomes.items()}

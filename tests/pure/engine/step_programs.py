@@ -14,17 +14,17 @@ MakeTeam = Callable[..., Team]
 
 @pytest.fixture
 def team() -> Iterator[MakeTeam]:
-    made: list[Team] = []
+    teams: list[Team] = []
 
     def make(world: int, scripts: Any = None) -> Team:
-        made.append(Team(world, scripts))
-        return made[-1]
+        teams.append(Team(world, scripts))
+        return teams[-1]
 
     yield make
-    for one in made:
-        for replay in one.replays:
+    for team in teams:
+        for replay in team.replays:
             replay.abort()
-        one.close()
+        team.close()
 
 
 def every(slots: list[int]) -> dict[int, int]:

@@ -82,7 +82,7 @@ def test_a_device_that_does_not_come_to_an_end_is_waited_for_until_the_limit_or_
         futures.append(one.fleet._threads.submit(_run_in, entered, one.fleet, planned, rank))
     outcomes = [future.result(WAIT_S) for future in futures]
     assert type(outcomes[0].error) is CollectiveTimeoutError
-    assert "a device has not finished" in str(outcomes[0].error)
+    assert "waiting for a device" in str(outcomes[0].error)
     fake.release(stream)
     fake.drain()
     assert one.fleet.dirty[0] == 0

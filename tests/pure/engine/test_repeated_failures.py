@@ -17,7 +17,7 @@ from raycollect.errors import (
     Violation,
     refusal,
 )
-from tests.pure.engine.repeated_loops import MakeLoop, loop, same, told
+from tests.pure.engine.repeated_loops import MakeLoop, fields_of, loop, same
 from tests.pure.fleet import FailAt
 from tests.pure.watched import WAIT_S, WatchedCondition
 
@@ -39,7 +39,7 @@ def test_a_kernel_that_is_refused_now_is_told_to_all(loop: MakeLoop) -> None:
         assert one.dirty == [0, 0, 0]
         one.odd[1].hooks = {}
         one.must()
-        return [told(error) for error in errors]
+        return [fields_of(error) for error in errors]
 
     for backend in ("local", "shm"):
         same(loop, partial(scenario, backend=backend))
@@ -62,7 +62,7 @@ def test_a_group_that_is_gone_ends_the_run_on_all_ranks(loop: MakeLoop) -> None:
         one.ends.looked_up = gone
         for replay in one.team.replays:
             replay.abort()  # which looks nothing up
-        return [told(error) for error in errors], [told(error) for error in one.run()]
+        return [fields_of(error) for error in errors], [fields_of(error) for error in one.run()]
 
     for closed in (False, True):
         first, second = same(loop, partial(scenario, closed=closed))
@@ -103,7 +103,7 @@ def test_a_fault_does_the_same_in_first_and_repeated_runs(loop: MakeLoop, point:
         assert one.dirty[1] == (point in ("before_kernel", "after_kernel"))
         one.clean()
         one.must(2)
-        return told(errors[1]), heard.ends, one.dirty
+        return fields_of(errors[1]), heard.ends, one.dirty
 
     _, ends, _ = same(loop, scenario)
     assert ends[0] == (int(point in ("after_check", "before_kernel")), False)
@@ -129,7 +129,7 @@ def test_a_run_that_is_aborted_after_the_agreement_tells_the_backend(loop: MakeL
         assert isinstance(error, PlanAbortedError)
         one.clean()
         one.must(2)
-        return told(error), heard.ends
+        return fields_of(error), heard.ends
 
     _, ends = same(loop, scenario)
     assert ends == [(1, False), (0, True), (0, True)]

@@ -13,7 +13,7 @@ from raycollect.backends import arrays
 from raycollect.core.model import OpKind
 from raycollect.errors import MismatchError, ReadOnlyError, TensorDirtyError
 from raycollect.pos import tensors
-from tests.pure.engine.repeated_loops import Loop, MakeLoop, Rebound, array, loop, same, told
+from tests.pure.engine.repeated_loops import Loop, MakeLoop, Rebound, array, fields_of, loop, same
 
 __all__ = ["loop"]  # a fixture
 
@@ -110,7 +110,7 @@ def test_what_changes_on_one_rank_is_noticed_by_all(
                     script.values[0].memo.clear()
             if step is not None:
                 step(one)
-            trace.append(([told(error) for error in one.run()], [str(array(value)) for value in one.values[1:]]))
+            trace.append(([fields_of(error) for error in one.run()], [str(array(value)) for value in one.values[1:]]))
         one.close()
         return trace
 

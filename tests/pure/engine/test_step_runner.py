@@ -135,7 +135,7 @@ def test_the_values_of_refs_are_counted(team: MakeTeam) -> None:
     script.values.pop()
     script.keys.append(script.keys[0])
     step_program = replace(script.step_program, refs=2)
-    with pytest.raises(ProtocolError, match="1 values for a routine of 2 refs"):
+    with pytest.raises(ProtocolError, match="1 values for a step program of 2 refs"):
         type(one.capture()[0])(step_program, [1], one.actors[0].invoke, one.replays[0].instruments, lambda _: None)  # type: ignore[arg-type,return-value]
 
 

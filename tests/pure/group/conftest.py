@@ -12,9 +12,9 @@ from tests.pure.group.tables import Plain, Table
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Table]]:
     def make(*kind: type[Plain]) -> Table:
-        made: Table = closed(*kind)
-        monkeypatch.setattr(backends, "load", lambda *_: made.create)
-        return made
+        table: Table = closed(*kind)
+        monkeypatch.setattr(backends, "load", lambda *_: table.create)
+        return table
 
     with closing_all(Table) as closed:
         yield make

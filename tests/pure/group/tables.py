@@ -26,15 +26,15 @@ class Plain(Exchanged):
 
     def __init__(self, joining: Joining) -> None:
         super().__init__(joining)
-        self.told: list[Any] = []
+        self.events: list[Any] = []
         self.on_close: Callable[[], None] = lambda: None
 
     def abort(self, seq: int) -> None:
-        self.told.append(("abort", seq))
+        self.events.append(("abort", seq))
         super().abort(seq)
 
     def close(self) -> None:
-        self.told.append("close")
+        self.events.append("close")
         self.on_close()
 
 
@@ -44,7 +44,7 @@ class Seeing(Plain):
     sees_departures = True
 
     def lost(self, rank: int) -> bool:
-        self.told.append(("lost", rank))
+        self.events.append(("lost", rank))
         return True
 
 
@@ -53,7 +53,7 @@ class Table:
 
     def __init__(self, kind: type[Plain] = Plain) -> None:
         self.coordinator = Coordinator("id", WORLD, "g")
-        self.made: dict[int, Plain] = {}
+        self.communicators: dict[int, Plain] = {}
         self.closed = [threading.Event() for _ in range(WORLD)]
         self.before_made: Callable[[int], None] = lambda rank: None
         self.heard: Callable[[int, Message], None] = lambda rank, message: None
@@ -75,9 +75,9 @@ class Table:
     def create(self, joining: Joining) -> Plain:
         rank = joining.rank
         self.before_made(rank)
-        self.made[rank] = self._kind(joining)
-        self.made[rank].on_close = self.closed[rank].set
-        return self.made[rank]
+        self.communicators[rank] = self._kind(joining)
+        self.communicators[rank].on_close = self.closed[rank].set
+        return self.communicators[rank]
 
     def deliver(self, orders: list[tuple[int, Message]]) -> None:
         with self._lock:
@@ -103,8 +103,8 @@ class Table:
         return self.threads.submit(what, *args)
 
     def form(self) -> None:
-        for one in [self.start(process_group.form) for process_group in self.process_groups]:
-            one.result(WAIT_S)
+        for future in [self.start(process_group.form) for process_group in self.process_groups]:
+            future.result(WAIT_S)
 
     def close(self) -> None:
         for process_group in self.process_groups:
@@ -154,7 +154,7 @@ class Call:
 def start_calls(here: Table, ends: Callable[[], Outcome] = Outcome) -> list[tuple[Call, Future[Any]]]:
     here.form()
     calls = [Call(process_group, ends) for process_group in here.process_groups]
-    return [(one, here.start(one)) for one in calls]
+    return [(call, here.start(call)) for call in calls]
 
 
 def agreed_calls(here: Table, ends: Callable[[], Outcome] = Outcome) -> list[tuple[Call, Future[Any]]]:

@@ -28,7 +28,7 @@ from raycollect.errors import (
 )
 from raycollect.group import bootstrap, coordinator_server
 from raycollect.group.bootstrap import BootstrapRequest, Introduction, follow, lead
-from raycollect.group.bootstrap_store import DirectoryBulletin, Record
+from raycollect.group.bootstrap_store import DirectoryBulletin, LeaderRecord
 from raycollect.group.coordinator_server import CoordinatorServer, hello_of
 from raycollect.group.process_group import ProcessGroup
 from tests.pure.watched import WAIT_S
@@ -119,7 +119,7 @@ def test_irreplaceable_record_raises_invalid_group_error(place: Place) -> None:
 
 
 def test_stale_record_is_replaced_by_a_new_leader(place: Place) -> None:
-    dead = Record.of(Address(host="127.0.0.1", port=9, secret=bytes(32)), "process 77")
+    dead = LeaderRecord.of(Address(host="127.0.0.1", port=9, secret=bytes(32)), "process 77")
     place.board.post(NAME, dead.to_bytes())
     with pytest.raises(CollectiveTimeoutError, match="process 77 does not answer"):
         place.follow(timeout_s=0.05)
@@ -150,7 +150,7 @@ def _listener(place: Place, words: bytes) -> Iterator[None]:
 
         serving = place.start(serve)
         address = Address(host="127.0.0.1", port=other.getsockname()[1], secret=bytes(32))
-        place.board.post(NAME, Record.of(address, "process 77").to_bytes())
+        place.board.post(NAME, LeaderRecord.of(address, "process 77").to_bytes())
         yield
         over.set()
         socket.create_connection(other.getsockname()).close()
@@ -313,7 +313,7 @@ def test_turned_away_follower_tries_the_new_record(place: Place, monkeypatch: py
     monkeypatch.setattr(bootstrap, "PROBE_S", 0.5)  # the record is removed by nobody
     star = CoordinatorServer("127.0.0.1", asked(), "w")
     star.complete = True
-    place.board.post(NAME, Record.of(star.address, "w").to_bytes())
+    place.board.post(NAME, LeaderRecord.of(star.address, "w").to_bytes())
     try:
         following = place.start(place.follow)
         assert place.lead().spec.group_id == following.result(WAIT_S).spec.group_id

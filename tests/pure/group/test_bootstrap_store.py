@@ -14,9 +14,9 @@ import pytest
 from raycollect.core.model import Address
 from raycollect.errors import InvalidGroupError
 from raycollect.group import bootstrap_store
-from raycollect.group.bootstrap_store import MOST_RECORD_NBYTES, DirectoryBulletin, Record
+from raycollect.group.bootstrap_store import MOST_RECORD_NBYTES, DirectoryBulletin, LeaderRecord
 
-RECORD = Record.of(Address(host="127.0.0.1", port=9, secret=bytes(range(32))), "process 5")
+RECORD = LeaderRecord.of(Address(host="127.0.0.1", port=9, secret=bytes(range(32))), "process 5")
 NAMES = ("g", "a/b", "..", "group-g", "ü" * 20, "x" * 1000, "x" * 999 + "y", "ü" * 300)
 
 
@@ -97,7 +97,7 @@ def _fifo(path: Path) -> None:
 @pytest.mark.parametrize("make", [_link, _fifo, lambda path: (path / "group-g").mkdir()], ids=["link", "fifo", "dir"])
 def test_irregular_file_is_no_record(board: DirectoryBulletin, path: Path, make: Any) -> None:
     make(path)
-    with pytest.raises(InvalidGroupError, match="not a record of rank 0"):
+    with pytest.raises(InvalidGroupError, match="record of rank 0 is malformed"):
         board.read("g")
 
 
@@ -146,11 +146,11 @@ MALFORMED = {
 
 
 def test_what_is_changed_below_is_a_record() -> None:
-    assert Record.from_bytes(_packed()) == Record.of(Address(host="h", port=9, secret=bytes(32)), "w")
+    assert LeaderRecord.from_bytes(_packed()) == LeaderRecord.of(Address(host="h", port=9, secret=bytes(32)), "w")
 
 
 @pytest.mark.parametrize("case", MALFORMED)
 def test_malformed_record_raises_invalid_group_error(case: str) -> None:
-    with pytest.raises(InvalidGroupError, match="not a record of rank 0") as caught:
-        Record.from_bytes(MALFORMED[case])
+    with pytest.raises(InvalidGroupError, match="record of rank 0 is malformed") as caught:
+        LeaderRecord.from_bytes(MALFORMED[case])
     assert len(str(caught.value)) < 300

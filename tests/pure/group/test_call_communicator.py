@@ -13,7 +13,7 @@ from raycollect.core.model import Kernel, Launch, OpKind
 from raycollect.core.protocols import Communicator
 from raycollect.errors import KernelError, RefusedError, Violation, refusal
 from raycollect.group.call_communicator import CallCommunicator
-from raycollect.group.coordinator_client import Call, CoordinatorClient
+from raycollect.group.coordinator_client import ActiveCall, CoordinatorClient
 
 
 class Failing:
@@ -49,7 +49,7 @@ def test_an_error_of_a_kernel_names_the_rank_of_the_group(call: CallCommunicator
 
 
 def test_a_refusal_names_the_rank_of_the_group(call: CallCommunicator) -> None:
-    call.call = Call(1, "recv", time.monotonic(), 60.0)
+    call.call = ActiveCall(1, "recv", time.monotonic(), 60.0)
     with pytest.raises(RefusedError) as caught:
         call.agree(LAUNCH, b"")
     assert [one.rank for one in caught.value.violations] == [5]

@@ -21,7 +21,7 @@ from raycollect.errors import (
     RaycollectError,
 )
 from raycollect.group import member_communicator
-from raycollect.group.coordinator_client import State
+from raycollect.group.coordinator_client import CommunicatorState
 from tests.pure.group.tables import WORLD, Call, Plain, Seeing, Table, agreed_calls, assert_set, error_of, start_calls
 from tests.pure.watched import WAIT_S
 from tests.support.waiting import wait_until
@@ -54,7 +54,7 @@ def test_a_call_for_which_the_dead_did_their_part_ends_well(
     else:
         for rank in living:
             here.process_groups[rank].orphaned(ParticipantDiedError(rank=0, detail="its process has ended"))
-    told = {rank: [one for one in here.made[rank].told if one != "close"] for rank in living}
+    told = {rank: [one for one in here.communicators[rank].events if one != "close"] for rank in living}
     assert told == dict.fromkeys(living, [("lost", dead)] if kind is Seeing else [])
     assert len(later) == (0 if kind is Seeing else 2), "it may not see it by itself"
     for rank in living:
@@ -90,7 +90,7 @@ def test_a_call_that_is_whole_here_returns_though_it_failed_elsewhere(
     calls[2][0]._ends = lambda: Outcome(error=KernelError(rank=2, detail="no memory"))
     calls[2][0].go.set()
     assert isinstance(error_of(calls[2][1]), KernelError)
-    assert (("abort", 2) in here.made[0].told) == (kind is Plain), "the others must be woken there"
+    assert (("abort", 2) in here.communicators[0].events) == (kind is Plain), "the others must be woken there"
     for rank in (0, 1):
         calls[rank][0].go.set()
         calls[rank][1].result(WAIT_S)
@@ -105,7 +105,7 @@ def test_a_call_for_which_a_rank_that_leaves_did_its_part_ends_well(
     calls[2][0].go.set()
     calls[2][1].result(WAIT_S)
     here.process_groups[2].close()
-    assert [one for rank in (0, 1) for one in here.made[rank].told] == []
+    assert [one for rank in (0, 1) for one in here.communicators[rank].events] == []
     for rank in (0, 1):
         calls[rank][0].go.set()
         calls[rank][1].result(WAIT_S)
@@ -122,7 +122,7 @@ def test_one_rank_tells_that_the_ranks_are_out_of_step(table: Callable[..., Tabl
     assert [one.rank for one in told] == [1]
     _all_call(here)
     here.process_groups[0].received(told[0])
-    assert here.process_groups[0].communicator("all").client.state is State.OK
+    assert here.process_groups[0].communicator("all").client.state is CommunicatorState.OK
 
 
 def test_a_rank_that_waits_for_one_that_has_left_an_earlier_launch_is_woken(table: Callable[..., Table]) -> None:
@@ -135,7 +135,7 @@ def test_a_rank_that_waits_for_one_that_has_left_an_earlier_launch_is_woken(tabl
     first, client = here.start(calls[0]), here.process_groups[0].communicator("all").client
     assert wait_until(lambda: client.call is not None and client.call.place.startswith("check "))
     here.process_groups[1].communicator("all")._leave(PlanAbortedError(detail="it was interrupted"))
-    assert ("abort", 2) in here.made[0].told
+    assert ("abort", 2) in here.communicators[0].events
     for future in (here.start(calls[1]), here.start(calls[2]), first):
         future.result(WAIT_S)
 
@@ -207,7 +207,7 @@ def test_ranks_out_of_step_meet_and_go_on(table: Callable[..., Table], kind: typ
     """Where the backend can, with what they have, above all numbers that a rank has seen; else with new ones."""
     here = table(kind)
     assert _all_call(here) == [1] * WORLD
-    made = [here.made[rank] for rank in range(WORLD)]
+    made = [here.communicators[rank] for rank in range(WORLD)]
     early = [here.start(Call(here.process_groups[rank], timeout_s=0.1)) for rank in (0, 1)]
     for future in early:
         error = error_of(future)
@@ -215,8 +215,8 @@ def test_ranks_out_of_step_meet_and_go_on(table: Callable[..., Table], kind: typ
         assert error.missing == (2,)
     resumes = kind is Seeing
     assert _all_call(here) == [3 if resumes else 1] * WORLD
-    assert [here.made[rank] is made[rank] for rank in range(WORLD)] == [resumes] * WORLD
-    assert ["close" in one.told for one in made] == [not resumes] * WORLD
+    assert [here.communicators[rank] is made[rank] for rank in range(WORLD)] == [resumes] * WORLD
+    assert ["close" in one.events for one in made] == [not resumes] * WORLD
     assert _all_call(here) == [4 if resumes else 2] * WORLD
 
 
@@ -228,15 +228,15 @@ def test_all_make_new_communicators_where_one_rank_has_none_left(
 ) -> None:
     here = table(Seeing)
     calls = start_calls(here)
-    made = [here.made[rank] for rank in range(WORLD)]
+    made = [here.communicators[rank] for rank in range(WORLD)]
     calls[1][0]._ends = lambda: Outcome(error=error)
     for call, _ in calls:
         call.go.set()
     outcomes = [future.exception(WAIT_S) for _, future in calls]
     assert [type(one) for one in outcomes] == [type(None), type(error), type(None)]
     assert _all_call(here) == [1] * WORLD
-    assert not any(here.made[rank] is made[rank] for rank in range(WORLD))
-    assert all("close" in one.told for one in made)
+    assert not any(here.communicators[rank] is made[rank] for rank in range(WORLD))
+    assert all("close" in one.events for one in made)
 
 
 @pytest.mark.parametrize("kind", [Plain, Seeing])
@@ -263,7 +263,9 @@ def test_whatever_ranks_do_in_their_calls_they_meet_in_the_next_one(
         for future in calls:
             future.exception(WAIT_S)
         assert len(set(_all_call(here))) == 1
-    assert {communicator.communicator("all").client.state for communicator in here.process_groups} == {State.OK}
+    assert {communicator.communicator("all").client.state for communicator in here.process_groups} == {
+        CommunicatorState.OK
+    }
 
 
 def _raise(error: BaseException) -> Outcome:

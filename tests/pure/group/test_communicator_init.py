@@ -59,7 +59,9 @@ def test_messages_after_the_join_belong_to_later_calls(table: Callable[..., Tabl
         if how == "orphaned":
             here.process_groups[2].orphaned(ParticipantDiedError(rank=0, detail="its process has ended"))
     joining[2].result(WAIT_S)
-    assert (("lost", {"dies": 1, "orphaned": 0, "leaves": -1}[how]) in here.made[2].told) == (how != "leaves")
+    assert (("lost", {"dies": 1, "orphaned": 0, "leaves": -1}[how]) in here.communicators[2].events) == (
+        how != "leaves"
+    )
     assert isinstance(error_of(here.start(here.process_groups[2].form)), GroupBrokenError)
 
 
@@ -81,7 +83,7 @@ def test_departure_during_the_join_ends_it_for_all(table: Callable[..., Table], 
             process_group.orphaned(ParticipantDiedError(rank=0, detail="its process has ended"))
     expected = GroupBrokenError if how == "leaves" else ParticipantDiedError
     assert [type(error_of(joining[rank])) for rank in (1, 2)] == [expected] * 2
-    assert here.made[1].told[-1] == "close"
+    assert here.communicators[1].events[-1] == "close"
     go.set()
     assert here.closed[2].wait(WAIT_S), "what is made too late is closed"
 

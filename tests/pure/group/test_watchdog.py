@@ -11,7 +11,7 @@ import pytest
 from raycollect.channel.messages import Answer, Ask, Message
 from raycollect.errors import ConnectionLostError
 from raycollect.group import watchdog
-from raycollect.group.coordinator_client import Position
+from raycollect.group.coordinator_client import RankPosition
 from raycollect.group.watchdog import Watchdog
 from tests.pure.group.watchdog_desk import HERE, Desk
 from tests.pure.watched import WAIT_S
@@ -28,7 +28,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "LATE_ANSWER_S", WAIT_S)
 
 
-def answer(rank: int, position: Position, what: str = "W.train (t.py:3)") -> Answer:
+def answer(rank: int, position: RankPosition, what: str = "W.train (t.py:3)") -> Answer:
     place, seq = position
     stack = ["t.py:3 in W.train: go()"]
     return Answer(group_id="id", communicator="all", rank=rank, place=place, seq=seq, doing=what, stack=stack)
@@ -41,12 +41,12 @@ def test_late_ranks_are_queried_and_reported() -> None:
 
     def all_answer(question: Ask) -> None:
         assert question == Ask(group_id="id", communicator="all", ranks=[1, 2])
-        for one in (answer(2, HERE, ""), answer(1, Position("generation", 3))):
+        for one in (answer(2, HERE, ""), answer(1, RankPosition("generation", 3))):
             threading.Thread(target=desk.watchdog.received, args=(one,)).start()
 
     desk.on_send = all_answer
     began_s = time.monotonic()
-    first, second = desk.asked([1, 2])
+    first, second = desk.ask([1, 2])
     assert time.monotonic() - began_s < WAIT_S, "nobody waited for the limit"
     assert (first.rank, first.actor, first.answers, first.has_begun) == (1, "W(1)", True, False)
     assert (first.doing, first.stack) == ("W.train (t.py:3)", ("t.py:3 in W.train: go()",))
@@ -59,11 +59,11 @@ def test_rank_without_an_answer_is_reported_as_silent(monkeypatch: pytest.Monkey
     monkeypatch.setattr(watchdog, "LATE_ANSWER_S", 0.01)
     desk = Desk()
     desk.on_send = lambda question: desk.watchdog.received(answer(1, HERE)) and None
-    one, other = desk.asked([1, 2])
+    one, other = desk.ask([1, 2])
     assert (one.answers, other.answers, other.has_begun, other.stack) == (True, False, False, ())
     desk.watchdog.received(answer(2, HERE))  # too late, and of no harm
     desk.on_send = lambda question: None
-    assert [report.answers for report in desk.asked([1, 2])] == [False, False], "each call asks anew"
+    assert [report.answers for report in desk.ask([1, 2])] == [False, False], "each call asks anew"
 
 
 @pytest.mark.usefixtures("patient")
@@ -73,7 +73,7 @@ def test_no_query_is_sent_without_a_queryable_rank(case: str) -> None:
     if case == "joining":
         desk.member.members = ()
     late = {"nobody": [], "itself": [0], "strangers": [3, -1], "joining": [1]}[case]
-    assert desk.asked(late) == ()
+    assert desk.ask(late) == ()
     assert desk.sent == []
 
 
@@ -85,5 +85,5 @@ def test_where_the_coordinator_is_gone_nothing_is_waited_for(monkeypatch: pytest
 
     desk = Desk()
     desk.on_send = gone
-    (report,) = desk.asked([1])
+    (report,) = desk.ask([1])
     assert not report.answers

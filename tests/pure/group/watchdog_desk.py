@@ -8,11 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from raycollect.channel.messages import Answer, Ask, Message
-from raycollect.group.coordinator_client import Call, Position
+from raycollect.group.coordinator_client import ActiveCall, RankPosition
 from raycollect.group.group_member import GroupMember
 from raycollect.group.watchdog import Watchdog
 
-HERE = Position("generation", 4)
+HERE = RankPosition("generation", 4)
 
 
 class Desk:
@@ -24,7 +24,7 @@ class Desk:
         self.sent: list[Any] = []
         self.on_send: Callable[[Any], None] = lambda message: None
         ranks = (0, 1, 2)
-        call = Call(5, "allreduce", time.monotonic() - 2.5, 30.0)
+        call = ActiveCall(5, "allreduce", time.monotonic() - 2.5, 30.0)
         self.client: Any = SimpleNamespace(name="all", ranks=ranks, call=call, position=HERE)
         self.watchdog = Watchdog(self.member)
         self.watchdog.clients["all"] = self.client
@@ -34,7 +34,7 @@ class Desk:
         self.sent.append(message)
         self.on_send(message)
 
-    def asked(self, ranks: list[int]) -> tuple[Any, ...]:
+    def ask(self, ranks: list[int]) -> tuple[Any, ...]:
         """What `reports` gives where these are late."""
         return self.watchdog.reports(self.client, ranks, HERE)
 

@@ -43,7 +43,7 @@ class Ranks:
     def run(self, world, body, *args):
         """Calls ``body(rank, *args)`` on all ranks at once; what one raises is in the list like what it returns."""
         futures = [self._pools[rank].submit(self._run, rank, body, args) for rank in range(world)]
-        return [one.exception(60) or one.result() for one in futures]
+        return [future.exception(60) or future.result() for future in futures]
 
     def _run(self, rank, body, args):
         with self._runtimes[rank].entered():
@@ -51,9 +51,9 @@ class Ranks:
 
     def must(self, world, body, *args):
         results = self.run(world, body, *args)
-        for one in results:
-            if isinstance(one, BaseException):
-                raise one
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
         return results
 
     def close(self):
@@ -67,7 +67,7 @@ class Ranks:
         with self.cupy.cuda.Device(device):
             return self.cupy.asarray(np.asarray(values))
 
-    def apart(self, device, values):
+    def put_strided(self, device, values):
         """The same, with gaps between the elements."""
         with self.cupy.cuda.Device(device):
             wide = self.cupy.zeros((*np.shape(values), 2), np.asarray(values).dtype)
@@ -83,11 +83,11 @@ def ranks(request, tmp_path, monkeypatch):
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     monkeypatch.setattr(streams, "_free", defaultdict(list))
     with installed(DEVICES, nccl_version=23003, seed=seed) as fake:
-        made = Ranks(fake, f"file://{path}")
-        yield made
-        made.close()
+        ranks = Ranks(fake, f"file://{path}")
+        yield ranks
+        ranks.close()
         streams._free.clear()
 
 
 def host(tensors):
-    return [one.get() for one in tensors]
+    return [tensor.get() for tensor in tensors]

@@ -35,15 +35,15 @@ class Heard:
     def __init__(self, controller: str = "me", **more: Any) -> None:
         self.hello = {"controller": controller, "description": "a test", **more}
         self.messages: list[Message] = []
-        self._came: SimpleQueue[Message] = SimpleQueue()
+        self._received: SimpleQueue[Message] = SimpleQueue()
 
     def send(self, message: Message) -> None:
         self.messages.append(message)
-        self._came.put(message)
+        self._received.put(message)
 
     def next(self, kind: type[_Message]) -> _Message:
         """The next message of a kind; the others are dropped."""
-        while not isinstance(message := self._came.get(timeout=WAIT_S), kind):
+        while not isinstance(message := self._received.get(timeout=WAIT_S), kind):
             pass
         return message
 
@@ -73,25 +73,25 @@ class Backend:
 
 @pytest.fixture
 def backend() -> Iterator[Backend]:
-    made = Backend()
+    backend = Backend()
 
     def create(joining: Joining) -> Any:
-        return made.create(joining)
+        return backend.create(joining)
 
     backends.register(Capabilities(name=BACKEND, factory=create, interruptible=True, bitwise=True, cross_host=True))
-    yield made
+    yield backend
     del backends.BACKENDS[BACKEND]
 
 
 @pytest.fixture
 def premises(backend: Backend) -> Iterator[Participant]:
     """Who is leased."""
-    made = participant()
-    yield made
-    made.close()
+    leased = participant()
+    yield leased
+    leased.close()
 
 
 def plan(ticket: Ticket) -> bytes:
-    one = group("g", (5, 6))
-    program = flying(asked(one, (0, 1))).plan.program(0)
+    spec = group("g", (5, 6))
+    program = flying(asked(spec, (0, 1))).plan.program(0)
     return encode_order(ticket, [key_of(at) for at in range(program.keys)], encode_program(program))

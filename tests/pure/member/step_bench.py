@@ -156,7 +156,7 @@ MakeBench = Callable[..., Bench]
 
 @pytest.fixture
 def bench() -> Iterator[MakeBench]:
-    made: list[Bench] = []
+    benches: list[Bench] = []
 
     def make(
         script: Script | None = None,
@@ -167,14 +167,14 @@ def bench() -> Iterator[MakeBench]:
     ) -> Bench:
         if script is None:
             script = echo()
-        made.append(Bench(script, post, turn, **{"note": lambda value: value, **methods}))
-        return made[-1]
+        benches.append(Bench(script, post, turn, **{"note": lambda value: value, **methods}))
+        return benches[-1]
 
     yield make
-    for one in made:
-        one.sequencer.close("the test is over")
-        one.captured.close("the test is over")
-        assert one.captured.join(WAIT_S)
+    for bench in benches:
+        bench.sequencer.close("the test is over")
+        bench.captured.close("the test is over")
+        assert bench.captured.join(WAIT_S)
 
 
 def echo(method: str = "note") -> Script:

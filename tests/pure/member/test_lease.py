@@ -52,7 +52,7 @@ from raycollect.errors import (
 from raycollect.group import process_group
 from raycollect.member import lease, reporter
 from raycollect.member.lease import Lease
-from raycollect.member.plan_queue import Came
+from raycollect.member.plan_queue import ReceivedPlan
 from raycollect.planner import Program, Ticket, decode_order, encode_order, encode_program
 from tests.pure.driver.tracked_plans import asked, flying, group, key_of
 from tests.pure.fleet import contain
@@ -328,9 +328,9 @@ def test_who_awaits_a_plan_hears_of_the_end_of_the_lease(premises: Any) -> None:
     """A coroutine of an async actor does, whose plan waits for the one before it, which never comes."""
     premises.methods.is_ordered = False
     made, _ = leased(premises)
-    result = made.plan_queue.add(Came(*decode_order(plan(Ticket(2, 1)))), made.run_ordered)
+    result = made.plan_queue.add(ReceivedPlan(*decode_order(plan(Ticket(2, 1)))), made.run_ordered)
     made.end("the controller is gone")
-    for one in (result, made.plan_queue.add(Came(*decode_order(plan(Ticket(3, 2)))), made.run_ordered)):
+    for one in (result, made.plan_queue.add(ReceivedPlan(*decode_order(plan(Ticket(3, 2)))), made.run_ordered)):
         with pytest.raises(PlanAbortedError) as caught:
             one.result(WAIT_S)
         assert caught.value.detail == "the controller is gone"

@@ -113,7 +113,9 @@ def test_a_members_call_that_lasts_is_warned_of_once(
         one.result(60)
     op = "send" if operation == "send" else "allreduce"
     assert texts == [text], "once"
-    assert text.startswith(f"{op} on group {group.name!r}, here rank 0, is still under way after 0.3 s; these have not")
+    assert text.startswith(
+        f"{op} on group {group.name!r}, here rank 0, is still under way after 0.3 s; these ranks have not"
+    )
     late, *stack = text.splitlines()[1:]
     assert late.startswith("  - rank 1 (")
     assert " has not begun it, and is in " in late, "the process runs code that is not ours"
@@ -160,7 +162,9 @@ def test_absent_member_is_reported_as_not_joined(
     finally:
         leader.call(answer_within, watchdog.ANSWER_S)
     assert texts == [text]
-    assert text.startswith("join on group 'lonely', here rank 0, is still under way after 0.1 s; these have not come")
+    assert text.startswith(
+        "join on group 'lonely', here rank 0, is still under way after 0.1 s; these ranks have not arr"
+    )
     assert text.splitlines()[1:] == ["  - rank 1 has not joined"]
     assert isinstance(error, CollectiveTimeoutError)
     assert (error.missing, error.reports) == ((1,), ()), "nobody is there to be asked"

@@ -130,7 +130,7 @@ def test_the_first_elements_of_a_tensor_with_gaps_are_refused(ranks):
         if rank == 0:
             col.send_multigpu(ranks.put(0, np.ones(4)), 1, 0, name, 2)
         else:
-            col.recv_multigpu(ranks.apart(0, np.zeros(4)), 0, 0, name, 2)
+            col.recv_multigpu(ranks.put_strided(0, np.zeros(4)), 0, 0, name, 2)
 
     _kinds(ranks.run(2, body), InvalidArgumentError)
 

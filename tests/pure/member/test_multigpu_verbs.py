@@ -58,7 +58,7 @@ def test_reduce(ranks, devices):
     shape = (13,)
 
     def body(rank, root, chosen):
-        mine = [ranks.apart(one, values(rank, at, shape)) for at, one in enumerate(devices)]
+        mine = [ranks.put_strided(one, values(rank, at, shape)) for at, one in enumerate(devices)]
         col.reduce_multigpu(mine, root, chosen, name)
         return host(mine)
 
@@ -77,7 +77,7 @@ def test_broadcast(ranks, devices):
     shape = (2, 7)
 
     def body(rank, root, chosen):
-        make = [ranks.put, ranks.apart][rank]
+        make = [ranks.put, ranks.put_strided][rank]
         mine = [make(one, values(rank, at, shape)) for at, one in enumerate(devices)]
         col.broadcast_multigpu(mine, root, chosen, name)
         return host(mine)
@@ -95,8 +95,8 @@ def test_allgather(ranks, devices):
     shape, count = (3, 5), len(devices)
 
     def body(rank):
-        given = [ranks.apart(one, values(rank, at, shape)) for at, one in enumerate(devices)]
-        make = [ranks.put, ranks.apart][rank]
+        given = [ranks.put_strided(one, values(rank, at, shape)) for at, one in enumerate(devices)]
+        make = [ranks.put, ranks.put_strided][rank]
         taken = [[make(one, np.zeros(shape, np.float32)) for _ in range(2 * count)] for one in devices]
         col.allgather_multigpu(taken, given, name)
         return [host(one) for one in taken], host(given)
@@ -119,7 +119,7 @@ def test_reducescatter(ranks, devices):
         return [values(rank, at, shape) * (place + 1) for place in range(2 * count)]
 
     def body(rank, op):
-        make = [ranks.put, ranks.apart][rank]
+        make = [ranks.put, ranks.put_strided][rank]
         given = [[make(one, item) for item in given_by(rank, at)] for at, one in enumerate(devices)]
         taken = [make(one, np.zeros(shape, np.float32)) for one in devices]
         col.reducescatter_multigpu(taken, given, name, op)

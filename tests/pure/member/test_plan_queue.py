@@ -20,7 +20,7 @@ from raycollect.core.model import UNKNOWN_TASK
 from raycollect.errors import ProtocolError
 from raycollect.member import methods, plan_queue
 from raycollect.member.methods import Methods
-from raycollect.member.plan_queue import Came, PlanQueue
+from raycollect.member.plan_queue import PlanQueue, ReceivedPlan
 from raycollect.member.sequencer import PlanSequencer
 from raycollect.planner import Ticket
 from raycollect.pos import Store
@@ -68,10 +68,10 @@ class Desk:
     def received(self, message: Order) -> None:
         self.queue.received(message, self._run)
 
-    def _run(self, came: Came) -> None:
-        assert self.sequencer.start(came.ticket.seq, came.ticket.predecessor) is None
-        self.sequencer.end(came.ticket.seq)
-        self.ran.put(came.ticket.seq)
+    def _run(self, plan: ReceivedPlan) -> None:
+        assert self.sequencer.start(plan.ticket.seq, plan.ticket.predecessor) is None
+        self.sequencer.end(plan.ticket.seq)
+        self.ran.put(plan.ticket.seq)
 
     def close(self) -> None:
         self.queue.close("the test is over")

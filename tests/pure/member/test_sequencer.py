@@ -181,4 +181,4 @@ def test_a_wait_without_a_thread_is_in_the_timeline() -> None:
     sequencer.end(1)
     (span,) = ring.read().spans
     assert (span.kind, span.name, span.begin_s, span.end_s, span.seq) == (WAIT, "earlier plans", 5.0, 8.0, 2)
-    assert not sequencer._came
+    assert not sequencer._arrived_s

@@ -75,7 +75,7 @@ def every_operation(rank, world):
     """What the functions of torch give, whose tensors are lists, or wholes of all ranks, even and uneven."""
     for dtype in DTYPES:
         for size in (0, 1, 7, 20_000):
-            given = [_operand(one, dtype, size) for one in range(world)]
+            given = [_operand(number, dtype, size) for number in range(world)]
             _operation_on(rank, world, dtype, size, given)
 
 
@@ -90,9 +90,9 @@ def _operation_on(rank, world, dtype, size, given):
     outs = [torch.zeros(size, dtype=dtype) for _ in range(6)]
     rows = torch.zeros(world, size, dtype=dtype)
     pieces = [torch.zeros(size, dtype=dtype) for _ in range(world)]
-    for one, op in ((outs[0], dist.all_reduce), (outs[1], lambda x: dist.reduce(x, 1))):
-        one.copy_(mine)
-        op(one)
+    for tensor, op in ((outs[0], dist.all_reduce), (outs[1], lambda x: dist.reduce(x, 1))):
+        tensor.copy_(mine)
+        op(tensor)
     dist.broadcast(outs[2].copy_(mine), 1)
     dist.all_gather(pieces, mine)
     dist.all_gather_into_tensor(rows.view(-1), mine)
@@ -120,7 +120,7 @@ def _operation_on(rank, world, dtype, size, given):
 def objects(rank, world):
     gathered = [None] * world
     dist.all_gather_object(gathered, {"rank": rank, "more": "x" * 10 * rank})
-    assert [one["rank"] for one in gathered] == list(range(world))
+    assert [fields["rank"] for fields in gathered] == list(range(world))
     said = [("from", rank), None]
     dist.broadcast_object_list(said, 1)
     assert said[0] == ("from", 1)
@@ -155,14 +155,14 @@ def rings(rank, world):
 
 def many_under_way(rank, world):
     tensors = [torch.full((100,), rank + at + 0.0) for at in range(20)]
-    works = [dist.all_reduce(one, async_op=True) for one in tensors]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
     futures = [work.get_future() for work in works[::2]]
     last = torch.ones(3)
     dist.all_reduce(last)  # behind them
     assert all(work.is_completed() and work.is_success() for work in works)
-    for at, one in enumerate(tensors):
-        assert float(one[0]) == 1 + 2 * at
-    assert [found.wait()[0] is one for found, one in zip(futures, tensors[::2], strict=True)] == [True] * 10
+    for at, tensor in enumerate(tensors):
+        assert float(tensor[0]) == 1 + 2 * at
+    assert [future.wait()[0] is tensor for future, tensor in zip(futures, tensors[::2], strict=True)] == [True] * 10
     chained = dist.all_reduce(torch.ones(1), async_op=True).get_future().then(lambda done: done.value()[0] * 10)
     assert float(chained.wait()) == 20
 
@@ -201,17 +201,17 @@ def refused(rank, world):
     ):
         with pytest.raises(InvalidArgumentError) as caught:
             call()
-        assert {one.rank for one in caught.value.violations} == {0, 1}
-        assert all(one.found.endswith("not contiguous") for one in caught.value.violations)
+        assert {violation.rank for violation in caught.value.violations} == {0, 1}
+        assert all(violation.found.endswith("not contiguous") for violation in caught.value.violations)
     assert summed(rank, world) == 3
 
 
 def unwaited(rank, world, count, size):
     """What is sent and received without a wait; the group is destroyed at once, and then the tensors are looked at."""
     tensors = [torch.full((size,), at + 1.0 if rank == 0 else 0.0) for at in range(count)]
-    for one in tensors:
-        dist.isend(one, 1) if rank == 0 else dist.irecv(one, 0)
-    return [one.numpy() for one in tensors]
+    for tensor in tensors:
+        dist.isend(tensor, 1) if rank == 0 else dist.irecv(tensor, 0)
+    return [tensor.numpy() for tensor in tensors]
 
 
 def never_received(rank, world, how):
@@ -292,10 +292,10 @@ def in_shared_memory(rank, world, is_possible):
         for step in range(3):
             optimizer.zero_grad()
             model(_batch(rank, step), True).square().sum().backward()
-            gradients = [one.grad for one in model.parameters()]
-            found = [segments.locate(one.data_ptr(), one.nbytes) for one in gradients]
-            assert all(one is not None for one in found) == is_possible
-            places.append({one.data_ptr() for one in gradients})
+            gradients = [parameter.grad for parameter in model.parameters()]
+            addresses = [segments.locate(gradient.data_ptr(), gradient.nbytes) for gradient in gradients]
+            assert all(place is not None for place in addresses) == is_possible
+            places.append({gradient.data_ptr() for gradient in gradients})
     assert places[1] == places[2]  # moved once
 
 
@@ -324,7 +324,7 @@ def _same(mine, other):
 def fully_sharded(rank, world):
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    found = []
+    values = []
     for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
         model = FullyShardedDataParallel(Model(), process_group=group, device_id=torch.device("cpu"))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -333,15 +333,15 @@ def fully_sharded(rank, world):
             model(_batch(rank, step), True).square().sum().backward()
             optimizer.step()
         with FullyShardedDataParallel.summon_full_params(model):
-            found.append({name: value.detach().clone() for name, value in model.named_parameters()})
-    _same(*found)
+            values.append({name: value.detach().clone() for name, value in model.named_parameters()})
+    _same(*values)
 
 
 def fully_sharded_in_place(rank, world):
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
-    found = []
+    values = []
     for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
         mesh = DeviceMesh.from_group(group, "cpu")
         model = Model()
@@ -352,8 +352,8 @@ def fully_sharded_in_place(rank, world):
             optimizer.zero_grad()
             model(_batch(rank, step), True).square().sum().backward()
             optimizer.step()
-        found.append({name: value.full_tensor() for name, value in model.named_parameters()})
-    _same(*found)
+        values.append({name: value.full_tensor() for name, value in model.named_parameters()})
+    _same(*values)
 
 
 def dtensors(rank, world):
@@ -378,13 +378,13 @@ def differentiated(name, rank, how):
     inputs = [_batch(of, 0)[:world, :4].double() for of in range(world)]
     mine = inputs[rank].clone().requires_grad_()
     loss = _loss(rank, DISTRIBUTED[how](mine, name))
-    (found,) = torch.autograd.grad(loss, mine, create_graph=True)
-    (again,) = torch.autograd.grad(found.square().sum(), mine)
-    alone = [one.clone().requires_grad_() for one in inputs]
+    (gradient,) = torch.autograd.grad(loss, mine, create_graph=True)
+    (again,) = torch.autograd.grad(gradient.square().sum(), mine)
+    alone = [tensor.clone().requires_grad_() for tensor in inputs]
     whole = sum(_loss(of, IN_ONE[how](alone, of)) for of in range(world))
     wanted = torch.autograd.grad(whole, alone, create_graph=True)
-    twice = torch.autograd.grad(sum(one.square().sum() for one in wanted), alone)
-    torch.testing.assert_close(found, wanted[rank])
+    twice = torch.autograd.grad(sum(tensor.square().sum() for tensor in wanted), alone)
+    torch.testing.assert_close(gradient, wanted[rank])
     torch.testing.assert_close(again, twice[rank])
 
 

@@ -60,11 +60,11 @@ def run(name, number, rank, ranks, place):
         dist.init_process_group(
             "raycollect", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timeout
         )
-        one = case(name)
-        one.rank, one.file_name = rank, store
+        test_case = case(name)
+        test_case.rank, test_case.file_name = rank, store
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            getattr(case, name)(one)
+            getattr(case, name)(test_case)
     except unittest.SkipTest as exc:
         return "skipped", str(exc)
     except SystemExit as exc:  # with a number for the reason
