@@ -30,7 +30,9 @@ def form(client: CoordinatorClient, deadline_s: float) -> Communicator | None:
     epoch = client.epoch
     exchange = CommunicatorExchange(client)
     # The current device of the joining thread
-    making = threads.call_in_helper(_make, client, exchange, CoordinatorRendezvous(client, deadline_s), current_device())
+    making = threads.call_in_helper(
+        _make, client, exchange, CoordinatorRendezvous(client, deadline_s), current_device()
+    )
     making.add_done_callback(lambda _: client.notify())
     try:
         is_made = client.wait_made(epoch, making.done, deadline_s)
