@@ -2,7 +2,7 @@
 
 ::
 
-    import raycollect.torch  # which registers it
+    import raycollect.torch  # registers the backend
 
     torch.distributed.init_process_group("raycollect")
 """

@@ -14,7 +14,7 @@ from raycollect.core.threads import message_of
 from raycollect.engine.run import Run
 from raycollect.engine.step_program import CAPTURE_NBYTES, Collective, Given, Invocation
 from raycollect.engine.value_codec import unpack_value
-from raycollect.errors import MethodError, PlanAbortedError, ProtocolError, RaycollectError, RefusedError, anew
+from raycollect.errors import MethodError, PlanAbortedError, ProtocolError, RaycollectError, RefusedError, copy_error
 from raycollect.observe.run_steps import calls
 from raycollect.observe.stacks import is_on_the_way
 from raycollect.observe.trace import METHOD
@@ -84,7 +84,7 @@ class MethodCall:
         finally:
             if ring is not None:
                 ring.ended(METHOD, self._method, began_s, seq)
-        raise anew(error)  # here, where the exception and with it the method's frames are gone
+        raise copy_error(error)  # here, where the exception and with it the method's frames are gone
 
 
 class PlanCall:
@@ -148,7 +148,7 @@ class PlanCall:
         if self.nbytes is None:
             self.nbytes = run.bytes_done().total or None
         if outcome.error is not None:
-            raise anew(self._moved(outcome.error))
+            raise copy_error(self._moved(outcome.error))
         for slot, made in zip(self._outputs, outcome.outputs, strict=True):
             slots[slot] = made
 

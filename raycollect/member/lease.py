@@ -27,8 +27,8 @@ from raycollect.errors import (
     ProtocolError,
     RaycollectError,
     ResourceLimitError,
-    anew,
-    kept,
+    copy_error,
+    strip_traceback,
 )
 from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.group.communicator import LAST_S
@@ -137,7 +137,7 @@ class Lease:
         except RuntimeError as exc:
             error = threads.failed("starting the thread for plans", exc)
             self.not_begun(ticket.seq, error, ticket.predecessor)
-            raise anew(error) from exc
+            raise copy_error(error) from exc
         if not came.program.makes:
             result = Future()
             result.set_result(None)
@@ -193,7 +193,7 @@ class Lease:
         elif program.makes:
             if isinstance(error, GroupBrokenError):  # by a death, before this plan was aborted for it
                 raise PlanAbortedError(detail=error.detail)
-            raise anew(error)
+            raise copy_error(error)
         return handles[0] if len(handles) == 1 else tuple(handles) or None
 
     def listen(self) -> bool:
@@ -212,7 +212,7 @@ class Lease:
         try:
             returned = self._carry_out(came)
         except RaycollectError as exc:
-            error = kept(exc)  # the controller was told
+            error = strip_traceback(exc)  # the controller was told
         except SystemExit:  # as in an actor task it ends the actor, and not just this thread
             self._holder.exits()
             os._exit(1)

@@ -27,7 +27,7 @@ from raycollect.member.participant import describe, this_participant
 from raycollect.member.runtime import Runtime, this_runtime
 from raycollect.pos import Container, Range, held
 from raycollect.weights.atoms import Layouts
-from raycollect.weights.directory import Holders, Member
+from raycollect.weights.directory import Holders, RankProcess
 from raycollect.weights.local_side import LocalSide
 from raycollect.weights.protocol import Atom, Digests, Version, shown_by_all
 from raycollect.weights.receipts import RankReceipt
@@ -54,7 +54,7 @@ def _locked() -> Iterator[_Agents]:
         yield agents
 
 
-Attached = tuple[Member, Version | None]
+Attached = tuple[RankProcess, Version | None]
 """Who a rank is, and the version that it shows already, of an earlier subscription of the same tensors."""
 
 
@@ -71,17 +71,17 @@ def check_side(actor: Any, op: str, key: Key, layouts: Layouts, rank: int) -> li
 
 def attach_source(actor: Any, name: str, epoch: int, key: Key, layouts: Layouts, rank: int) -> Attached:
     """This process has a rank of a publisher; those of earlier epochs end."""
-    member, made = _member(actor, "publish"), Source(this_participant(), _held(key), layouts, rank, actor)
+    member, source = _member(actor, "publish"), Source(this_participant(), _held(key), layouts, rank, actor)
     with _locked() as agents:
-        known, sources = _sources(agents, name)
-        if known > epoch:
-            raise PublisherReplacedError(name=name, rank=rank, detail=f"epoch {known} has begun")
-        if known < epoch:
+        current, sources = _sources(agents, name)
+        if current > epoch:
+            raise PublisherReplacedError(name=name, rank=rank, detail=f"epoch {current} has begun")
+        if current < epoch:
             _close(sources)
             agents.sources[name] = epoch, sources
         elif rank in sources:  # of a publisher whose records are lost
             sources[rank].close()
-        sources[rank] = made
+        sources[rank] = source
     return member, None
 
 
@@ -129,9 +129,9 @@ def seal_parts(
         sealed: dict[Atom, bytes] = {}
         nbytes, told_s = 0, time.monotonic()
         for part in getattr(actor, method)(*args, **kwargs):
-            key, found = source.seal_part(version, among, attempt, part)
-            sealed.update(found)
-            nbytes += source.nbytes(found)
+            key, part_digests = source.seal_part(version, among, attempt, part)
+            sealed.update(part_digests)
+            nbytes += source.nbytes(part_digests)
             if nbytes >= TOLD_NBYTES or time.monotonic() - told_s >= TOLD_S:
                 yield key, sealed
                 sealed, nbytes, told_s = {}, 0, time.monotonic()
@@ -154,15 +154,15 @@ def _failing(source: Source, version: Version, attempt: bytes, what: str) -> Ite
 def detach_source(actor: Any, name: str, epoch: int) -> None:
     """Ends what `attach_source` began."""
     with _locked() as agents:
-        known, sources = _sources(agents, name)
-        if known == epoch:
+        current, sources = _sources(agents, name)
+        if current == epoch:
             del agents.sources[name]
             _close(sources)
 
 
 def _close(some: dict[int, Any]) -> None:
-    for one in some.values():
-        one.close()
+    for side in some.values():
+        side.close()
     some.clear()
 
 
@@ -174,19 +174,19 @@ def attach_receiver(
     If the other one was of the same form, this one goes on with what it had.
     """
     member = _member(actor, "subscribe")
-    made = Receiver(this_participant(), name, _held_to_be_written(key), layouts, rank, inplace=inplace, actor=actor)
+    receiver = Receiver(this_participant(), name, _held_to_be_written(key), layouts, rank, inplace=inplace, actor=actor)
     with _locked() as agents:
-        for of, known in agents.receivers.items():
-            for at, one in list(known.items()):
-                if of == subscription or not made.where or one.where_now() != made.where:
+        for of, by_rank in agents.receivers.items():
+            for at, other in list(by_rank.items()):
+                if of == subscription or not receiver.where or other.where_now() != receiver.where:
                     continue
-                del known[at]
-                if one.form == made.form:
-                    made = one
+                del by_rank[at]
+                if other.form == receiver.form:
+                    receiver = other
                 else:
-                    one.withdraw()
-        agents.receivers.setdefault(subscription, {})[rank] = made
-    return member, made.state.shown
+                    other.withdraw()
+        agents.receivers.setdefault(subscription, {})[rank] = receiver
+    return member, receiver.state.shown
 
 
 def stage(
@@ -236,25 +236,25 @@ def detach_receiver(actor: Any, subscription: str) -> None:
 def drop_receiver(actor: Any, subscription: str) -> None:
     """Ends an `attach_receiver` that came to nothing, as another rank refused: who is dirty stays so."""
     with _locked() as agents:
-        for one in agents.receivers.pop(subscription, {}).values():
-            one.withdraw()
+        for receiver in agents.receivers.pop(subscription, {}).values():
+            receiver.withdraw()
 
 
 def shown(subscription: str) -> tuple[bool, Version | None]:
     """Whether this process has a rank of a subscription, and the version that its methods see."""
     with _locked() as agents:
         ranks = list(agents.receivers.get(subscription, {}).values())
-    return bool(ranks), shown_by_all(one.state.shown for one in ranks)
+    return bool(ranks), shown_by_all(receiver.state.shown for receiver in ranks)
 
 
 def _source(name: str, rank: int, version: Version) -> Source:
     with _locked() as agents:
-        known, sources = _sources(agents, name)
+        current, sources = _sources(agents, name)
         source = sources.get(rank)
     where: dict[str, Any] = {"name": name, "version": str(version), "rank": rank}
-    if known > version.epoch:
-        raise PublisherReplacedError(**where, detail=f"epoch {known} has begun")
-    if known < version.epoch or source is None:
+    if current > version.epoch:
+        raise PublisherReplacedError(**where, detail=f"epoch {current} has begun")
+    if current < version.epoch or source is None:
         raise VersionNotPutError(**where, detail="the publication was closed, or its process was started anew")
     return source
 
@@ -266,12 +266,12 @@ def _sources(agents: _Agents, name: str) -> tuple[int, dict[int, Source]]:
 
 def _receiver(subscription: str, rank: int) -> Receiver:
     with _locked() as agents:
-        found = agents.receivers.get(subscription, {}).get(rank)
-    if found is None:
+        receiver = agents.receivers.get(subscription, {}).get(rank)
+    if receiver is None:
         raise VersionNotWholeError(
             name="", rank=rank, detail="its process was started anew, or others subscribed its tensors"
         )
-    return found
+    return receiver
 
 
 def _held(key: Key) -> Container:
@@ -286,9 +286,9 @@ def _held_to_be_written(key: Key) -> Container:
         return cast("Container", this_participant().store.current(key))
 
 
-def _member(actor: Any, op: str) -> Member:
+def _member(actor: Any, op: str) -> RankProcess:
     member = describe(actor)
     if not member["ordered"]:
-        found = "async, threaded or with concurrency groups, so that its methods overlap"
-        raise refusal(op, "", (Violation(kind="unsupported", field="actor", found=found, actor=member["actor"]),))
-    return Member(**{name: member[name] for name in ("address", "actor", "incarnation", "machine")})
+        actual = "async, threaded or with concurrency groups, so that its methods overlap"
+        raise refusal(op, "", (Violation(kind="unsupported", field="actor", found=actual, actor=member["actor"]),))
+    return RankProcess(**{name: member[name] for name in ("address", "actor", "incarnation", "machine")})

@@ -40,20 +40,20 @@ Layouts = Mapping[str, Layout]
 def cut(src: Layouts, others: Iterable[Layouts]) -> tuple[Atom, ...]:
     """The atoms of a publication, in order of the names."""
     readers = list(others)
-    known: dict[object, list[Box]] = {}
-    found = []
+    boxes_of: dict[object, list[Box]] = {}
+    result = []
     for name, layout in src.items():
         tables = [
             layout.regions,
-            *(one[name].regions for one in readers if name in one and one[name].shape == layout.shape),
+            *(reader[name].regions for reader in readers if name in reader and reader[name].shape == layout.shape),
         ]
         key = (layout.itemsize, *dict.fromkeys(tables))
-        if key not in known:
+        if key not in boxes_of:
             every = [region.bounds for table in tables for region in table.rows]
             pieces = (halved(box, -(-volume(box) * layout.itemsize // MOST_NBYTES)) for box, _ in atoms(every))
-            known[key] = [piece for some in pieces for piece in some]
-        found += [(name, box) for box in known[key]]
-    return tuple(found)
+            boxes_of[key] = [piece for some in pieces for piece in some]
+        result += [(name, box) for box in boxes_of[key]]
+    return tuple(result)
 
 
 def source_faults(src: Layouts) -> Iterator[Violation]:
@@ -62,7 +62,7 @@ def source_faults(src: Layouts) -> Iterator[Violation]:
     for name, layout in src.items():
         if layout.regions.parts > 1:
             yield wrong_layout(f"layout of {name!r}", "a partial sum", "values: reduce it first")
-        elif (held := sum(volume(box) for box, _ in atoms([one.bounds for one in layout.regions.rows]))) != prod(
+        elif (held := sum(volume(box) for box, _ in atoms([region.bounds for region in layout.regions.rows]))) != prod(
             layout.shape
         ):
             yield wrong_layout(f"layout of {name!r}", f"{held} elements", f"all {prod(layout.shape)} of the tensor")
@@ -87,12 +87,12 @@ def reader_faults(dst: Layouts, src: Layouts) -> Iterator[Violation]:
             expected = f"{src[name].dtype}, or a layout that asks for it (astype)"
             yield wrong_layout(f"layout of {name!r}", f"dtype {layout.dtype}", expected)
         elif layout.dtype != src[name].dtype and (expected := objection(src[name], layout)):
-            found = f"dtype {layout.dtype}, made of {src[name].dtype}"
-            yield wrong_layout(f"layout of {name!r}", found, expected)
+            actual = f"dtype {layout.dtype}, made of {src[name].dtype}"
+            yield wrong_layout(f"layout of {name!r}", actual, expected)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class AtomPart:
     """A part of an atom in a rank's local tensors.
 
     Attributes:
@@ -111,37 +111,39 @@ class Place:
         return extent(self.part)
 
 
-def places(layouts: Layouts, rank: int, among: Sequence[Atom], *, whole: bool) -> dict[Atom, tuple[Place, ...]]:
+def places(layouts: Layouts, rank: int, among: Sequence[Atom], *, whole: bool) -> dict[Atom, tuple[AtomPart, ...]]:
     """Where the atoms lie on a rank; `whole`: only those of which it has all, in one place each."""
     boxes: dict[str, list[Box]] = {}
     for name, box in among:
         boxes.setdefault(name, []).append(box)
-    found: dict[Atom, tuple[Place, ...]] = {}
-    known: dict[object, list[tuple[Box, Region]]] = {}
+    result: dict[Atom, tuple[AtomPart, ...]] = {}
+    overlaps: dict[object, list[tuple[Box, Region]]] = {}
     for name, some in boxes.items():
         if name not in layouts:
             continue
         key = layouts[name].regions, tuple(some)
-        if key not in known:
+        if key not in overlaps:
             index = BoxIndex(some)
             regions = layouts[name].regions.of_rank.get(rank, ())
-            known[key] = [(some[at], one) for one in regions if one.volume for at in index.over(one.bounds)]
-        for box, region in known[key]:
+            overlaps[key] = [
+                (some[at], region) for region in regions if region.volume for at in index.over(region.bounds)
+            ]
+        for box, region in overlaps[key]:
             part = common(box, region.bounds)
             assert part is not None
-            if whole and (not is_inside(box, region.bounds) or (name, box) in found):
+            if whole and (not is_inside(box, region.bounds) or (name, box) in result):
                 continue
             lo, _ = moved(part, region.bounds[0], region.at)
-            found[name, box] = (*found.get((name, box), ()), Place(name, part, lo))
-    return found
+            result[name, box] = (*result.get((name, box), ()), AtomPart(name, part, lo))
+    return result
 
 
 def held_places(layouts: Layouts, rank: int, among: Sequence[Atom]) -> dict[Atom, tuple[int, Point]]:
     """The atoms that a rank has: each one's tensor among the local ones, and where it begins there."""
-    keys = [one.key for one in local_tensors(tuple(layouts.items())).get(rank, ())]
+    keys = [tensor.key for tensor in local_tensors(tuple(layouts.items())).get(rank, ())]
     return {
-        atom: (keys.index(layouts[atom[0]].key or atom[0]), one.at)
-        for atom, (one,) in places(layouts, rank, among, whole=True).items()
+        atom: (keys.index(layouts[atom[0]].key or atom[0]), part.at)
+        for atom, (part,) in places(layouts, rank, among, whole=True).items()
     }
 
 

@@ -44,7 +44,7 @@ MOST_SWEPT = 16
 _Result = TypeVar("_Result")
 
 
-class Member(Wire, frozen=True, kw_only=True):
+class RankProcess(Wire, frozen=True, kw_only=True):
     """The process of a rank.
 
     Attributes:
@@ -60,7 +60,7 @@ class Member(Wire, frozen=True, kw_only=True):
     machine: str
 
 
-class Holder(Wire, frozen=True, kw_only=True):
+class HolderRecord(Wire, frozen=True, kw_only=True):
     """A process that holds one rank's part of a version.
 
     Attributes:
@@ -71,7 +71,7 @@ class Holder(Wire, frozen=True, kw_only=True):
         is_publisher: Whether it is one of the publisher's, which is asked last.
     """
 
-    member: Member
+    member: RankProcess
     key: Key
     signature: bytes
     rank: int
@@ -81,11 +81,11 @@ class Holder(Wire, frozen=True, kw_only=True):
 Atoms = Mapping[Atom, tuple[int, Point]]
 """What can be had of a holder: each atom's tensor among those of its key, and its first element there."""
 
-Holders = Sequence[tuple[Holder, Atoms]]
+Holders = Sequence[tuple[HolderRecord, Atoms]]
 """Whom a rank may ask, in this order."""
 
 
-_HOLDERS = Codec[Holder](Holder, "record of a holder")
+_HOLDERS = Codec[HolderRecord](HolderRecord, "record of a holder")
 _LAYOUTS = Codec[dict[str, bytes]](dict[str, bytes], "layouts")
 _VERSIONS = Codec[Any](GenericAlias(tuple, tuple(get_type_hints(Version).values())), "record of a version")
 
@@ -121,13 +121,13 @@ class _Records:
 
     def _get(self, place: str) -> bytes | None:
         key, get = self._key(place), self._client.internal_kv_get
-        found: bytes | None = self._ask(lambda limit_s: get(key, _NAMESPACE, timeout=limit_s))
-        return found
+        value: bytes | None = self._ask(lambda limit_s: get(key, _NAMESPACE, timeout=limit_s))
+        return value
 
     def _get_all(self, places: Sequence[str]) -> list[bytes | None]:
-        keys, get = [self._key(one) for one in places], self._client.internal_kv_multi_get
-        found = self._ask(lambda limit_s: get(keys, _NAMESPACE, timeout=limit_s))
-        return [found.get(key) for key in keys]
+        keys, get = [self._key(place) for place in places], self._client.internal_kv_multi_get
+        values = self._ask(lambda limit_s: get(keys, _NAMESPACE, timeout=limit_s))
+        return [values.get(key) for key in keys]
 
     def _names(self, place: str) -> list[str]:
         prefix, names = self._key(place), self._client.internal_kv_keys
@@ -149,7 +149,7 @@ class _Records:
             raise VersionError(name=self.name, detail=detail) from exc
 
 
-class Directory(_Records):
+class VersionDirectory(_Records):
     """The records of one publication, for one thread at a time.
 
     Raises:
@@ -172,7 +172,7 @@ class Directory(_Records):
 
     def epoch(self) -> int:
         """The newest epoch; 0 for none."""
-        return max((int(one) for one in self._names("epochs/")), default=0)
+        return max((int(number) for number in self._names("epochs/")), default=0)
 
     def keep_epoch(self, epoch: int, worker: str) -> bool:
         """Writes the record of an epoch again, where it was lost; False: there is one."""
@@ -209,18 +209,18 @@ class Directory(_Records):
             packed = self._get(_layouts_at(epoch, signature))
             if packed is None:
                 return None
-            found = _LAYOUTS.decode(packed)
-            self._layouts[signature] = {name: Layout.from_bytes(layout) for name, layout in found.items()}
+            encoded = _LAYOUTS.decode(packed)
+            self._layouts[signature] = {name: Layout.from_bytes(layout) for name, layout in encoded.items()}
         return self._layouts[signature]
 
     def all_layouts(self) -> dict[bytes, Layouts]:
         """Those of all sides that are known, of whatever epoch, in order of their names."""
-        found = {}
-        for signature, epoch in sorted((one[9:], int(one[:8])) for one in self._names("layouts/")):
+        result = {}
+        for signature, epoch in sorted((entry[9:], int(entry[:8])) for entry in self._names("layouts/")):
             layouts = self.layouts(bytes.fromhex(signature), epoch)
             if layouts is not None:
-                found[bytes.fromhex(signature)] = layouts
-        return found
+                result[bytes.fromhex(signature)] = layouts
+        return result
 
     # ------------------------------------------------------------------------------------------ versions
 
@@ -228,7 +228,7 @@ class Directory(_Records):
         """Makes a version known: from now on receivers can ask for it."""
         self._put(
             f"versions/{_numbered(version)}",
-            _VERSIONS.encode([getattr(version, one.name) for one in fields(version)]),
+            _VERSIONS.encode([getattr(version, field.name) for field in fields(version)]),
             overwrite=False,
         )
 
@@ -241,8 +241,8 @@ class Directory(_Records):
         """The newest version; None: there is none."""
         while names := self._names("versions/"):
             for epoch, number in sorted(map(_number_of, names), reverse=True):
-                if (found := self.version(epoch, number)) is not None:
-                    return found
+                if (version := self.version(epoch, number)) is not None:
+                    return version
             # All were removed since, and a publisher removes them only for newer ones, or as it closes.
         return None
 
@@ -253,20 +253,20 @@ class Directory(_Records):
 
     def forget_before(self, version: Version) -> None:
         """Removes what is about older versions and earlier epochs; the layouts of receivers go over to this one."""
-        for one in self._names("versions/"):
-            if _number_of(one) < (version.epoch, version.number):
-                self.forget(Version(*_number_of(one)))
-        for one in self._names("layouts/"):
-            packed = self._get(f"layouts/{one}") if int(one[:8]) < version.epoch else None
+        for entry in self._names("versions/"):
+            if _number_of(entry) < (version.epoch, version.number):
+                self.forget(Version(*_number_of(entry)))
+        for entry in self._names("layouts/"):
+            packed = self._get(f"layouts/{entry}") if int(entry[:8]) < version.epoch else None
             if packed is not None:
-                self._put(f"layouts/{version.epoch:08d}/{one[9:]}", packed, overwrite=False)
-                self._delete(f"layouts/{one}")
+                self._put(f"layouts/{version.epoch:08d}/{entry[9:]}", packed, overwrite=False)
+                self._delete(f"layouts/{entry}")
         self._forget_epochs(version.epoch - 1)
 
     def forget_all(self, epoch: int) -> None:
         """Removes all until an epoch but the records of the epochs, so that the next one gets another."""
         for place in ("versions/", "holders/", "layouts/"):
-            for number in sorted({one[:8] for one in self._names(place)}):
+            for number in sorted({entry[:8] for entry in self._names(place)}):
                 if int(number) <= epoch:
                     self._delete(place + number, by_prefix=True)
 
@@ -279,28 +279,28 @@ class Directory(_Records):
         self._forget_epochs(epoch - 1)
 
     def _forget_epochs(self, epoch: int) -> None:
-        for one in self._names("epochs/"):
-            if int(one) <= epoch:
-                self._delete(f"epochs/{one}")
+        for entry in self._names("epochs/"):
+            if int(entry) <= epoch:
+                self._delete(f"epochs/{entry}")
 
     # ------------------------------------------------------------------------------------------ holders
 
-    def post_holders(self, version: Version, holders: Iterable[Holder]) -> None:
+    def post_holders(self, version: Version, holders: Iterable[HolderRecord]) -> None:
         """Says who holds a version."""
-        for one in holders:
-            self._put(f"holders/{_numbered(version)}/{one.key.hex()}", _HOLDERS.encode(one), overwrite=True)
+        for holder in holders:
+            self._put(f"holders/{_numbered(version)}/{holder.key.hex()}", _HOLDERS.encode(holder), overwrite=True)
 
-    def holders(self, version: Version) -> list[Holder]:
+    def holders(self, version: Version) -> list[HolderRecord]:
         """Who holds a version, as far as is known."""
         return self._holders(f"holders/{_numbered(version)}/")
 
-    def all_holders(self) -> list[Holder]:
+    def all_holders(self) -> list[HolderRecord]:
         """Who holds any version, as far as is known."""
         return self._holders("holders/")
 
-    def _holders(self, place: str) -> list[Holder]:
-        records = self._get_all([place + one for one in sorted(self._names(place))])
-        return [_HOLDERS.decode(one) for one in records if one]
+    def _holders(self, place: str) -> list[HolderRecord]:
+        records = self._get_all([place + entry for entry in sorted(self._names(place))])
+        return [_HOLDERS.decode(record) for record in records if record]
 
     def drop_holder(self, version: Version, key: Key) -> None:
         """Removes the record of a holder that does not have the version any more."""
@@ -314,31 +314,31 @@ def sweep(name: str) -> None:
     dead because it began later; and where no holder lived then, nobody can have become one since.
     """
     root = _Records(_ROOT, name)
-    known: dict[str, list[tuple[int, str]]] = {}
+    epochs: dict[str, list[tuple[int, str]]] = {}
     more = set()  # those of which more is left than the record of their last epoch
     for place in root._names(""):
         quoted, kind, rest = place.split("/", 2)
         if kind in ("epochs", "holders") and unquote(quoted) != name:
-            if quoted in known or kind == "holders":
+            if quoted in epochs or kind == "holders":
                 more.add(quoted)
-            known.setdefault(quoted, []).append((int(rest[:8]), place if kind == "epochs" else ""))
+            epochs.setdefault(quoted, []).append((int(rest[:8]), place if kind == "epochs" else ""))
         elif kind not in ("epochs", "holders"):
             more.add(quoted)
-    known = {quoted: some for quoted, some in known.items() if quoted in more}
-    if not known:
+    epochs = {quoted: some for quoted, some in epochs.items() if quoted in more}
+    if not epochs:
         return
-    places = [place for some in known.values() for _, place in some if place]
-    publishers = {place: (one or b"").decode() for place, one in zip(places, root._get_all(places), strict=True)}
+    places = [place for some in epochs.values() for _, place in some if place]
+    publishers = {place: (worker or b"").decode() for place, worker in zip(places, root._get_all(places), strict=True)}
     living = root._ask(lambda _: ray_internals.living_workers())
     lasting = living | {""}  # a record that was removed since: the name is another one's business
     ended = [
-        quoted for quoted, some in known.items() if lasting.isdisjoint(publishers[place] for _, place in some if place)
+        quoted for quoted, some in epochs.items() if lasting.isdisjoint(publishers[place] for _, place in some if place)
     ]
     for quoted in random.sample(ended, min(len(ended), MOST_SWEPT)):  # else those that are served could hide others
-        other = Directory(unquote(quoted))
+        other = VersionDirectory(unquote(quoted))
         with suppress(ProtocolError):  # another release of this library has written it, and removes it
-            if living.isdisjoint(one.member.incarnation for one in other.all_holders()):
-                other.remove(max(epoch for epoch, _ in known[quoted]))
+            if living.isdisjoint(holder.member.incarnation for holder in other.all_holders()):
+                other.remove(max(epoch for epoch, _ in epochs[quoted]))
 
 
 def _layouts_at(epoch: int, signature: bytes) -> str:

@@ -30,7 +30,7 @@ class ModuleTensors:
     def __init__(self, actor: Any, tensors: Sequence[Any]) -> None:
         self._owners: dict[int, tuple[weakref.ref[Any], str, str]] = {}  # by place: the module, and where it has it
         torch = sys.modules.get("torch")
-        if torch is None or not any(isinstance(one, torch.Tensor) for one in tensors):
+        if torch is None or not any(isinstance(tensor, torch.Tensor) for tensor in tensors):
             return
         owners: dict[_Where, tuple[weakref.ref[Any], str, str]] = {}
         for module in _modules(torch, actor):
@@ -38,8 +38,8 @@ class ModuleTensors:
                 for name, tensor in getattr(module, kind).items():
                     if (where := _where(tensor)) is not None:
                         owners.setdefault(where, (weakref.ref(module), kind, name))
-        for at, one in enumerate(tensors):
-            if (where := _where(one)) in owners and where is not None:
+        for at, tensor in enumerate(tensors):
+            if (where := _where(tensor)) in owners and where is not None:
                 self._owners[at] = owners[where]
 
     def replaced(self, tensors: Sequence[Any]) -> list[int]:
@@ -63,16 +63,16 @@ def _modules(torch: Any, actor: Any) -> Iterator[Any]:
     level, seen = [actor], set[int]()
     for _ in range(DEEPEST + 1):
         following: list[Any] = []
-        for one in level:
-            if id(one) in seen or len(seen) >= MOST:
+        for value in level:
+            if id(value) in seen or len(seen) >= MOST:
                 continue
-            seen.add(id(one))
-            if isinstance(one, torch.nn.Module):
-                yield from one.modules()
-            elif isinstance(one, Mapping):
-                following += islice(one.values(), MOST)
-            elif isinstance(one, (list, tuple)):
-                following += one[:MOST]
-            elif not isinstance(one, (type, ModuleType)):
-                following += getattr(one, "__dict__", {}).values()
+            seen.add(id(value))
+            if isinstance(value, torch.nn.Module):
+                yield from value.modules()
+            elif isinstance(value, Mapping):
+                following += islice(value.values(), MOST)
+            elif isinstance(value, (list, tuple)):
+                following += value[:MOST]
+            elif not isinstance(value, (type, ModuleType)):
+                following += getattr(value, "__dict__", {}).values()
         level = following

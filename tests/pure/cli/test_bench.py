@@ -65,10 +65,10 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A median of 1 ms for all ways and sizes, without Ray; lists the address of the cluster, and what is asked for."""
     asked: list[Any] = []
 
-    def measure(*, ways: tuple[str, ...], sizes: tuple[int, ...], **more: Any) -> tuple[str, list[measuring.Row]]:
+    def measure(*, ways: tuple[str, ...], sizes: tuple[int, ...], **more: Any) -> tuple[str, list[measuring.Timing]]:
         asked.append({**more, "ways": ways, "sizes": sizes})
         cells = [(way, nbytes) for way in ways for nbytes in sizes]
-        return "shm", [measuring.Row(way, nbytes, 1e-3, 2e-3, nbytes * 1e3, nbytes * 1.5e3) for way, nbytes in cells]
+        return "shm", [measuring.Timing(way, nbytes, 1e-3, 2e-3, nbytes * 1e3, nbytes * 1.5e3) for way, nbytes in cells]
 
     monkeypatch.setattr(measuring, "measure", measure)
     monkeypatch.setattr(bench, "start_ray", asked.append)

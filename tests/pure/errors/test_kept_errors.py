@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import raycollect
-from raycollect.errors import KernelError, anew, kept
+from raycollect.errors import KernelError, copy_error, strip_traceback
 
 
 def test_a_kept_error_has_no_frames_and_a_new_one_leaves_it_so():
@@ -21,12 +21,12 @@ def test_a_kept_error_has_no_frames_and_a_new_one_leaves_it_so():
     try:
         fail()
     except KernelError as exc:
-        error = kept(exc)
+        error = strip_traceback(exc)
     cause = error.__cause__
     assert isinstance(cause, ZeroDivisionError)
     assert [one.__traceback__ for one in (error, cause)] == [None, None]
     with pytest.raises(KernelError) as raised:
-        raise anew(error)
+        raise copy_error(error)
     assert raised.value is not error
     assert (raised.value.rank, raised.value.detail, raised.value.__cause__) == (1, "x", cause)
     assert error.__traceback__ is None
@@ -40,7 +40,7 @@ def test_the_exception_that_a_user_handles_keeps_its_frames():
             try:
                 raise KernelError(detail="a call of the user's handler fails")
             except KernelError as exc:
-                kept(exc)
+                strip_traceback(exc)
             raise
     assert raised.value.__traceback__.tb_next is None
 
@@ -70,7 +70,7 @@ def _raised_in_place(function):
 
 
 def test_no_error_is_raised_that_somebody_keeps():
-    """Its traceback would hold it, and all that its frames and their callers hold. `raise anew(error)` instead."""
+    """Its traceback would hold it, and all that its frames and their callers hold. Use `copy_error`."""
     found = []
     for path in sorted(Path(raycollect.__file__).parent.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -114,5 +114,5 @@ def test_a_summary_is_plain_values_and_an_empty_one_says_so() -> None:
     assert found["processes"] == 3
     empty = summarize(a_trace(a_process("W", 1, [], dropped=3)))
     assert str(empty).splitlines()[0] == "timeline of 1 s, 1 process"
-    assert "no collective has ended in it" in str(empty)
+    assert "no collective has ended" in str(empty)
     assert "3 entries were overwritten" in str(empty)

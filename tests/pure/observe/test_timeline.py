@@ -7,7 +7,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from raycollect.observe import Label, Place, Ring, Tracer
+from raycollect.observe import Label, Ring, TracedGroup, Tracer
 from raycollect.observe.trace import (
     AGAIN,
     CHECK,
@@ -72,7 +72,7 @@ def test_one_records_at_a_time() -> None:
 
 def recorded() -> Recorded:
     ring = Ring(limit=6)
-    ring.groups["g1"] = Place("default", "shm", 1, 2)
+    ring.groups["g1"] = TracedGroup("default", "shm", 1, 2)
     for at in range(8):
         ring.add(METHOD if at % 2 else KERNEL, f"m{at}", at, at + 0.25, at, LABEL if at % 3 else Label(), "")
     return ring.read()

@@ -20,7 +20,7 @@ from raycollect.channel.messages import Collect, Collected, Message, Record, Tic
 from raycollect.driver.participant_link import MOST_COLLECTED_NBYTES, ParticipantLink
 from raycollect.errors import ConnectionLostError, ProtocolError, TimelineError
 from raycollect.member.introspection import PART_NBYTES
-from raycollect.observe import Label, Place, Ring, Tracer, timeline_session
+from raycollect.observe import Label, Ring, TracedGroup, Tracer, timeline_session
 from raycollect.observe.clocks import clock_id
 from raycollect.observe.timeline_session import Timelines, TimelineSession, round_trips
 from raycollect.observe.trace import KERNEL, PART, PLAN, encode_recorded
@@ -80,7 +80,7 @@ class Participant:
         """Records one collective."""
         assert self.ring is not None
         begin_s = self.now_s()
-        self.ring.groups["g1"] = Place("default", "shm", 0, 2)
+        self.ring.groups["g1"] = TracedGroup("default", "shm", 0, 2)
         self.ring.add(PART, "allreduce", begin_s, begin_s + took_s, seq, LABEL._replace(calls=0))
         self.ring.add(KERNEL, "allreduce", begin_s, begin_s + took_s, seq, LABEL)
 
@@ -193,7 +193,7 @@ def test_who_is_gone_silent_or_strange_is_named_and_the_others_are_there(begin: 
     assert "in time" in why["silent"]
     assert why["own"] == "it records a timeline of its own"
     assert "malformed" in why["junk"]
-    assert "no more" in why["new"]
+    assert "no longer" in why["new"]
     assert "clock" in why["clockless"]
 
 
@@ -258,7 +258,7 @@ def test_who_is_given_back_has_told_what_it_recorded(begin: Callable[..., Timeli
 
 def test_one_timeline_at_a_time(timelines: Timelines, begin: Callable[..., TimelineSession]) -> None:
     line = begin()
-    with pytest.raises(TimelineError, match="recorded already, begun by a test: stop that first"):
+    with pytest.raises(TimelineError, match="recorded already, begun by a test: stop it first"):
         timelines.begin("another")
     line.end()
     begin().end()

@@ -19,8 +19,8 @@ from raycollect.errors import (
 )
 from raycollect.ray_bridge import ray_internals
 from raycollect.weights import directory
-from raycollect.weights.directory import Directory, Holder, Member, sweep
-from raycollect.weights.protocol import Phase, Round, Version
+from raycollect.weights.directory import HolderRecord, RankProcess, VersionDirectory, sweep
+from raycollect.weights.protocol import Phase, Version, VersionRound
 from raycollect.weights.publication import Publication
 from raycollect.weights.ranks import Job
 from raycollect.weights.subscription import Subscription
@@ -93,15 +93,17 @@ def made(monkeypatch) -> Callable[[], Store]:
 
 def holds(there, version, worker, signature=b"s", *, is_publisher=False):
     address = Address(host="127.0.0.1", port=1, secret=bytes(32))
-    member = Member(address=address, actor=worker, incarnation=worker, machine="here")
-    record = Holder(member=member, key=Key(worker.encode()), signature=signature, rank=0, is_publisher=is_publisher)
+    member = RankProcess(address=address, actor=worker, incarnation=worker, machine="here")
+    record = HolderRecord(
+        member=member, key=Key(worker.encode()), signature=signature, rank=0, is_publisher=is_publisher
+    )
     there.post_holders(version, [record])
 
 
 def publish(store, name, worker):
     """What a publisher and its only actor write until the first version is there to be had."""
     store.living |= {worker, f"{worker}'s actor"}
-    there = Directory(name)
+    there = VersionDirectory(name)
     epoch = there.begin_epoch(worker)
     version = Version(epoch, 1, signature=there.post_layouts(LAYOUTS, epoch))
     holds(there, version, f"{worker}'s actor", version.signature, is_publisher=True)
@@ -116,7 +118,7 @@ def end(store, *workers):
 
 def is_served(name, version):
     """Whether one that knows nothing finds a version, who holds it, and the layouts that say what they hold."""
-    there = Directory(name)
+    there = VersionDirectory(name)
     found = there.latest()
     holders = there.holders(version)
     layouts = [there.layouts(one.signature, version.epoch) for one in holders]
@@ -131,7 +133,7 @@ def is_swept(store, name):
 @pytest.mark.parametrize("step", range(3))
 def test_there_is_a_latest_version_whenever_another_one_takes_its_place(made, step):
     store = made()
-    there, publisher = Directory("policy"), Directory("policy")
+    there, publisher = VersionDirectory("policy"), VersionDirectory("policy")
     for number in (1, 2):
         publisher.post_version(Version(1, number))
 
@@ -157,7 +159,7 @@ def test_a_store_that_does_not_answer_is_told_of_and_whose_time_is_over(made, mo
         raise RuntimeError("Deadline Exceeded")
 
     monkeypatch.setattr(store, "internal_kv_get", get)
-    there = Directory("policy")
+    there = VersionDirectory("policy")
     limit_s = 0.0 if is_late else 20.0
     with pytest.raises(VersionError) as raised, there.within(limit_s, time.monotonic() + limit_s):
         there.version(1, 1)
@@ -174,7 +176,7 @@ def test_a_put_whose_record_may_be_there_is_not_put_again_under_its_number(made,
     pub = Publication.__new__(Publication)
     pub.name, pub.epoch, pub._signature, pub._publisher, pub._turns = "policy", 1, b"", "", Turns("policy")
     pub._ranks = type("Ranks", (), {"layouts": LAYOUTS, "__len__": lambda self: 0})()
-    pub._directory = Directory("policy")
+    pub._directory = VersionDirectory("policy")
     pub._directory.keep_epoch(1, "p")
     pub._cut, pub._places = (frozenset(), ()), {}
     pub._last = pub._used = pub._before = Version(1, 0)
@@ -198,7 +200,7 @@ def test_a_put_whose_record_may_be_there_is_not_put_again_under_its_number(made,
 def bare_publication(monkeypatch, epochs):
     """A publication whose actors know these epochs, one after the other."""
     pub = Publication.__new__(Publication)
-    pub.name, pub._publisher, pub._directory = "policy", "", Directory("policy")
+    pub.name, pub._publisher, pub._directory = "policy", "", VersionDirectory("policy")
 
     def attach(self, function, args, undo):
         if (known := epochs.pop(0)) > pub.epoch:
@@ -223,7 +225,7 @@ def test_who_was_replaced_hears_so_whatever_its_actors_say(made, monkeypatch):
     assert later._begin()
     pub._ranks.members[0] = SimpleNamespace(actor="A")
     closed = VersionNotPutError(name="policy", detail="the publication was closed")
-    job = Job(round=Round(Version(1, 1), Phase.FAILED, frozenset()), errors={0: closed})
+    job = Job(round=VersionRound(Version(1, 1), Phase.FAILED, frozenset()), errors={0: closed})
     with pytest.raises(PublisherReplacedError, match="epoch 2 has begun"):
         pub._check(job, 1.0)
 
@@ -231,23 +233,25 @@ def test_who_was_replaced_hears_so_whatever_its_actors_say(made, monkeypatch):
 def test_a_version_whose_layouts_are_lost_is_not_taken_for_one_that_fits(made):
     store = made()
     version = publish(store, "policy", "p")
-    found = Subscription._find(SimpleNamespace(_directory=Directory("policy"), _check=lambda src: None), "latest")
+    found = Subscription._find(
+        SimpleNamespace(_directory=VersionDirectory("policy"), _check=lambda src: None), "latest"
+    )
     assert found == version
     for key in [key for key in store.kept if b"/layouts/" in key]:
         del store.kept[key]
     with pytest.raises(UnknownVersionError):
-        Subscription._find(SimpleNamespace(_directory=Directory("policy"), name="policy"), "latest")
+        Subscription._find(SimpleNamespace(_directory=VersionDirectory("policy"), name="policy"), "latest")
 
 
 @pytest.mark.parametrize("who", ["publisher", "publisher's actor", "receiver", "earlier publisher"])
 def test_while_one_lives_all_stays(made, who):
     store = made()
     if who == "earlier publisher":
-        Directory("name").begin_epoch(who)
+        VersionDirectory("name").begin_epoch(who)
     version = publish(store, "name", "publisher")
     if who == "earlier publisher":
-        Directory("name")._put("epochs/00000001", who.encode(), overwrite=True)
-    holds(Directory("name"), version, "receiver", Directory("name").post_layouts(COLUMNS, version.epoch))
+        VersionDirectory("name")._put("epochs/00000001", who.encode(), overwrite=True)
+    holds(VersionDirectory("name"), version, "receiver", VersionDirectory("name").post_layouts(COLUMNS, version.epoch))
     before = store.records("name")
     store.living = {who}
     sweep("new")
@@ -261,7 +265,7 @@ def test_a_sweep_looks_into_so_many_and_those_that_stay_hide_none(made, monkeypa
     names = [f"{when}{number}" for when in ("first", "last") for number in range(2)]
     served = {name: publish(store, name, "one") for name in names}
     for name, version in served.items():
-        holds(Directory(name), version, "receiver", version.signature)
+        holds(VersionDirectory(name), version, "receiver", version.signature)
     for number in range(4):
         publish(store, f"in between{number}", "one")
     end(store, "one")
@@ -288,7 +292,7 @@ def steps_of(made, scene, work):
 
 def scene(store):
     publish(store, "name", "one")
-    Directory("name").post_layouts(COLUMNS, 1)
+    VersionDirectory("name").post_layouts(COLUMNS, 1)
     end(store, "one")
 
 
@@ -325,13 +329,13 @@ def test_an_epoch_that_was_swept_while_another_took_it_is_not_taken_again(made):
     for step in (0, 1):  # before what is asked for, and before what is written
         store = made()
         store.between, store.chosen = comes_and_goes, step
-        assert Directory("name").begin_epoch("two") == 2, step
+        assert VersionDirectory("name").begin_epoch("two") == 2, step
 
 
 def test_a_latecomer_in_the_midst_of_a_sweep_is_served_while_its_holder_lives_and_serves_on(made):
     def before(store):
         version = publish(store, "name", "one")
-        holds(Directory("name"), version, "receiver", version.signature)
+        holds(VersionDirectory("name"), version, "receiver", version.signature)
         end(store, "one")
         store.living.add("receiver")
 
@@ -343,7 +347,7 @@ def test_a_latecomer_in_the_midst_of_a_sweep_is_served_while_its_holder_lives_an
         def comes(store=store, version=version, step=step):
             assert is_served("name", version), step
             store.living.add("latecomer")
-            holds(Directory("name"), version, "latecomer", Directory("name").latest().signature)
+            holds(VersionDirectory("name"), version, "latecomer", VersionDirectory("name").latest().signature)
             store.living.discard("receiver")
 
         store.between = comes
@@ -374,12 +378,12 @@ def test_a_sweep_that_ends_anywhere_is_finished_by_another(made):
 
 def test_layouts_of_receivers_go_over_to_the_next_epoch(made):
     store = made()
-    waiting = Directory("name")
+    waiting = VersionDirectory("name")
     signature = waiting.post_layouts(COLUMNS, waiting.epoch())  # before anything is published
     waiting.post_layouts({"v": COLUMNS["w"]}, waiting.epoch())
     sweep("another")
     for worker in ("one", "two"):
         version = publish(store, "name", worker)
-        assert {signature, version.signature} < set(Directory("name").all_layouts())
-        assert Directory("name").layouts(signature, version.epoch) == COLUMNS
+        assert {signature, version.signature} < set(VersionDirectory("name").all_layouts())
+        assert VersionDirectory("name").layouts(signature, version.epoch) == COLUMNS
     assert not [one for one in store.records("name") if "/00000001" in one or "/00000000" in one]

@@ -10,7 +10,17 @@ import pytest
 
 from raycollect.errors import InternalError, PushError, VersionNotPutError, VersionTimeoutError
 from raycollect.weights import protocol, subscription
-from raycollect.weights.protocol import Failed, Lost, Phase, RankState, Sealed, Shown, Tell, Verified, Version
+from raycollect.weights.protocol import (
+    Phase,
+    RankFailed,
+    RankLost,
+    RankSealed,
+    RankShown,
+    RankState,
+    RankVerified,
+    Tell,
+    Version,
+)
 from raycollect.weights.publication import Publication
 from raycollect.weights.ranks import Job
 from raycollect.weights.subscription import Subscription
@@ -143,11 +153,11 @@ def test_a_rank_that_has_verified_and_then_dies_costs_the_others_nothing():
     update, tell = protocol.begin_update(V1, 2)
     assert tell is Tell.STAGE
     for event, expected in [
-        (Verified(0, V1.digests), None),
-        (Lost(0), None),  # nothing is due from it: that it is gone shows when it is told to show
-        (Verified(1, V1.digests), Tell.SHOW),
-        (Lost(0), None),
-        (Shown(1), None),
+        (RankVerified(0, V1.digests), None),
+        (RankLost(0), None),  # nothing is due from it: that it is gone shows when it is told to show
+        (RankVerified(1, V1.digests), Tell.SHOW),
+        (RankLost(0), None),
+        (RankShown(1), None),
     ]:
         update, tell = protocol.advance(update, event)
         assert tell is expected
@@ -164,23 +174,23 @@ def test_pain_2_whether_some_show_a_version_for_which_others_are_late():
         subscription = SimpleNamespace(name="policy", _ranks=ranks, _check_open=lambda: None)
         return Subscription._failure(subscription, job, 1.0)
 
-    verified = [Verified(rank) for rank in range(3)]
+    verified = [RankVerified(rank) for rank in range(3)]
     assert not after(*verified[:2])  # they wait for the third
     assert not after(*verified)
-    assert after(*verified, Shown(1))
+    assert after(*verified, RankShown(1))
 
 
-@pytest.mark.parametrize("event", [Lost(1), Failed(1)])
+@pytest.mark.parametrize("event", [RankLost(1), RankFailed(1)])
 def test_a_trainer_that_is_gone_posts_nothing(event):
     put, _ = protocol.begin_put(V1, 2)
-    put, _ = protocol.advance(put, Sealed(0, {ATOMS[0]: digest(1)}))
+    put, _ = protocol.advance(put, RankSealed(0, {ATOMS[0]: digest(1)}))
     put, tell = protocol.advance(put, event)
     assert (put.phase, tell) == (Phase.FAILED, None)
-    assert protocol.advance(put, Sealed(1)) == (put, None)  # it comes late, and changes nothing
+    assert protocol.advance(put, RankSealed(1)) == (put, None)  # it comes late, and changes nothing
 
 
 def test_pain_2_a_trainer_that_is_gone_is_named_whoever_else_is_waited_for():
-    put, _ = protocol.advance(protocol.begin_put(V1, 3)[0], Lost(2))
+    put, _ = protocol.advance(protocol.begin_put(V1, 3)[0], RankLost(2))
     ranks = Ranks([SimpleNamespace(actor=who) for who in "ABC"])
     publication = SimpleNamespace(name="policy", _ranks=ranks)
     with pytest.raises(VersionNotPutError, match="its process has ended") as raised:
@@ -190,8 +200,8 @@ def test_pain_2_a_trainer_that_is_gone_is_named_whoever_else_is_waited_for():
 
 def test_replicas_that_differ_are_not_published():
     put, _ = protocol.begin_put(V1, 2)
-    put, _ = protocol.advance(put, Sealed(0, {ATOMS[0]: digest(1)}))
-    put, tell = protocol.advance(put, Sealed(1, {ATOMS[0]: digest(2)}))
+    put, _ = protocol.advance(put, RankSealed(0, {ATOMS[0]: digest(1)}))
+    put, tell = protocol.advance(put, RankSealed(1, {ATOMS[0]: digest(2)}))
     assert (put.phase, tell, put.differing) == (Phase.FAILED, None, (ATOMS[0],))
 
 
@@ -214,14 +224,14 @@ def test_whatever_keeps_a_group_from_a_version_the_others_have_it_and_all_is_tol
     monkeypatch.setattr(subscription, "drive", lambda jobs, timeout_s, beside: None)
     other, late = InternalError(detail="a tensor has become another"), VersionTimeoutError(name="policy", missing=(0,))
     with pytest.raises(PushError) as raised:
-        subscription.update_all([Group(other), Group("receipt"), Group(late)], V1, 1.0, known=V1)
+        subscription.update_all([Group(other), Group("receipt"), Group(late)], V1, 1.0, resolved=V1)
     same = pickle.loads(pickle.dumps(raised.value))
     for error in (raised.value, same):
         assert error.receipts == (None, "receipt", None)
         assert [type(one) for one in error.errors] == [InternalError, type(None), VersionTimeoutError]
-    assert subscription.update_all([Group("receipt")], V1, 1.0, known=V1) == ["receipt"]
+    assert subscription.update_all([Group("receipt")], V1, 1.0, resolved=V1) == ["receipt"]
     with pytest.raises(InternalError):
-        subscription.update_all([Group(other)], V1, 1.0, known=V1)
+        subscription.update_all([Group(other)], V1, 1.0, resolved=V1)
 
 
 def test_a_retry_takes_what_is_missing():

@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 
 from raycollect.weights import protocol
 from raycollect.weights.protocol import (
-    Failed,
-    Lost,
+    RankFailed,
+    RankLost,
+    RankSealed,
+    RankSealedPart,
+    RankShown,
     RankState,
-    Round,
-    Sealed,
-    SealedPart,
-    Shown,
+    RankVerified,
     Tell,
-    Verified,
     Version,
+    VersionRound,
 )
 from tests.support.values import replace
 
@@ -49,9 +49,9 @@ class Reader:
 @dataclass(frozen=True)
 class World:
     slots: tuple[tuple[int, int], ...] = ((0, 0), (0, 0))  # of each trainer: the version that it keeps, and its value
-    put: Round | None = None
+    put: VersionRound | None = None
     posted: Version | None = None
-    update: Round | None = None
+    update: VersionRound | None = None
     told: tuple[tuple[Tell, int], ...] = ()  # what processes were told, and have not done
     heard: tuple[tuple[str, object], ...] = ()  # what is on its way back
     readers: tuple[Reader, ...] = (Reader(),) * RANKS
@@ -59,7 +59,7 @@ class World:
     puts: int = 0
     updates: int = 0
     faults: int = 1
-    receipts: tuple[Round, ...] = ()
+    receipts: tuple[VersionRound, ...] = ()
     at_show: tuple[tuple[int, frozenset[int]], ...] = ()  # version told to be shown, the ranks that are to show it
     torn: frozenset[int] = frozenset()  # trainers in the middle of a copy
     is_streamed: bool = False
@@ -96,7 +96,7 @@ def steps(world: World, most_puts: int, most_updates: int) -> Iterator[tuple[str
         if tell is Tell.SEAL:
             yield from _seal(left, world, rank)
         elif ("reader", rank) in world.dead:
-            yield f"Ray says that reader {rank} is dead", _say(left, DRIVER, Lost(rank))
+            yield f"Ray says that reader {rank} is dead", _say(left, DRIVER, RankLost(rank))
         elif tell is Tell.STAGE:
             yield from _stage(left, world, rank)
         else:
@@ -120,7 +120,7 @@ def _drivers(world: World, most_puts: int, most_updates: int) -> Iterator[tuple[
         return
     if world.update is not None and not world.update.is_over and world.update.waiting:
         some = min(world.update.waiting)
-        yield "the driver's time is over", _hear(world, DRIVER, Failed(some))
+        yield "the driver's time is over", _hear(world, DRIVER, RankFailed(some))
     if world.posted and world.updates < most_updates and (world.update is None or world.update.is_over):
         update, tell = protocol.begin_update(world.posted, RANKS)
         yield "update", _tell(replace(world, update=update, updates=world.updates + 1), tell, update.waiting)
@@ -128,7 +128,7 @@ def _drivers(world: World, most_puts: int, most_updates: int) -> Iterator[tuple[
 
 def _seal(left: World, world: World, rank: int) -> Iterator[tuple[str, World]]:
     if ("trainer", rank) in world.dead:
-        yield f"Ray says that trainer {rank} is dead", _say(left, PUBLISHER, Lost(rank))
+        yield f"Ray says that trainer {rank} is dead", _say(left, PUBLISHER, RankLost(rank))
     elif rank not in world.torn:
         torn = replace(world, slots=_set(world.slots, rank, (0, TORN)), torn=world.torn | {rank})
         yield f"trainer {rank} begins to copy", torn
@@ -138,13 +138,13 @@ def _seal(left: World, world: World, rank: int) -> Iterator[tuple[str, World]]:
         sealed = replace(world, slots=_set(world.slots, rank, (value, value)))
         if world.is_streamed and rank not in world.parted:
             part = replace(sealed, parted=world.parted | {rank})
-            yield f"trainer {rank} has sealed a part", _say(part, PUBLISHER, SealedPart(rank, found))
+            yield f"trainer {rank} has sealed a part", _say(part, PUBLISHER, RankSealedPart(rank, found))
             if world.faults:
                 failed = replace(left, faults=world.faults - 1, torn=world.torn - {rank})
-                yield f"a layer of trainer {rank} fails", _say(failed, PUBLISHER, Failed(rank))
+                yield f"a layer of trainer {rank} fails", _say(failed, PUBLISHER, RankFailed(rank))
             return
         done = replace(sealed, told=left.told, torn=world.torn - {rank}, parted=world.parted - {rank})
-        yield f"trainer {rank} has sealed", _say(done, PUBLISHER, Sealed(rank, found))
+        yield f"trainer {rank} has sealed", _say(done, PUBLISHER, RankSealed(rank, found))
 
 
 def _land(left: World, rank: int, version: Version, place: int, digested: bytes) -> Iterator[tuple[str, World]]:
@@ -178,7 +178,7 @@ def _stage(left: World, world: World, rank: int) -> Iterator[tuple[str, World]]:
         yield f"reader {rank} begins", _with(world, rank, replace(reader, state=state))
         return
     if not reader.state.missing:
-        yield f"reader {rank} has all", _say(left, DRIVER, Verified(rank, dict(reader.state.landed)))
+        yield f"reader {rank} has all", _say(left, DRIVER, RankVerified(rank, dict(reader.state.landed)))
         return
     atom = reader.state.missing[0]
     place = ATOMS.index(atom)
@@ -194,15 +194,15 @@ def _stage(left: World, world: World, rank: int) -> Iterator[tuple[str, World]]:
         state = protocol.land(reader.state, version, {atom: digest(value)})
         if (state, back) != (reader.state, reader.back):  # else it asks another holder, or again
             yield name, _with(then, rank, Reader(state, back, back if world.inplace else reader.front))
-    yield f"reader {rank} finds no holder", _say(left, DRIVER, Failed(rank))
+    yield f"reader {rank} finds no holder", _say(left, DRIVER, RankFailed(rank))
 
 
 def _show(left: World, rank: int) -> World:
     version, reader = left.update.version, left.readers[rank]
     if not protocol.may_show(reader.state, version):
-        return _say(left, DRIVER, Failed(rank))
+        return _say(left, DRIVER, RankFailed(rank))
     shown = Reader(protocol.show(reader.state, version), reader.back, reader.back)
-    return _say(_with(left, rank, shown), DRIVER, Shown(rank))
+    return _say(_with(left, rank, shown), DRIVER, RankShown(rank))
 
 
 def _hear(world: World, who: str, event: object) -> World:
