@@ -2,7 +2,7 @@
 
 ::
 
-    import raycollect.torch  # registers the backend
+    import raycollect.torch  # which registers it
 
     torch.distributed.init_process_group("raycollect")
 """

@@ -348,14 +348,14 @@ class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
                 source_name, tensor = next(given, nothing)
                 if source_name != name or tensor.dtype != into.dtype or tensor.shape != into.shape:
                     what = f"{source_name!r}, {tensor.dtype} {list(tensor.shape)}" if source_name else "no more"
-                    raise ValueError(f"the source gives {what}, and says {name!r}, {into.dtype} {list(into.shape)}")
+                    raise ValueError(f"the source yields {what}, not {name!r}, {into.dtype} {list(into.shape)}")
                 into.copy_(tensor.detach())
             message[-_ALIGNMENT:] = _digest(message)
             group.broadcast(message)
         more, _ = next(given, nothing)  # exhausts the source, as the other ranks of the trainer do
         is_good = group.all_agree(not more)
         if more:
-            raise ValueError(f"the source gives {more!r} as well, and does not say so")
+            raise ValueError(f"the source also yields {more!r}, which is not in its metadata")
         if not is_good:
             raise _not_whole(group, info.version, "a worker has other bits than were sent")
 

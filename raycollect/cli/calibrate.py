@@ -97,8 +97,8 @@ def _times(backend: str, folder: str, sizes: Sequence[int], rank: int) -> dict[i
     path = Path(folder)
     ops = backends.ops_of(backend)
     spec = GroupSpec(name="calibrate", group_id=f"calibrate-{path.name}", backend=backend, world_size=2, ops=ops)
-    nobody = cast(Any, None)  # the ranks of `shm` and `tcp` meet by themselves
-    communicator = backends.load(backend)(Joining(spec, rank, _Folder(path), nobody))
+    no_exchange = cast(Any, None)  # `shm` and `tcp` agree by themselves
+    communicator = backends.load(backend)(Joining(spec, rank, _Folder(path), no_exchange))
     try:
         times = {n: _one_way_s(communicator, seq, n) for seq, n in enumerate(sizes, 1)}
     finally:
@@ -150,4 +150,4 @@ class _Folder:
                 return (self._folder / f"value.{name}").read_bytes()
             except FileNotFoundError:
                 time.sleep(_POLL_S)
-        raise CollectiveTimeoutError(detail=f"nobody published {name}", timeout_s=timeout_s)
+        raise CollectiveTimeoutError(detail=f"no rank has published {name}", timeout_s=timeout_s)

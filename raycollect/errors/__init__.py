@@ -11,7 +11,7 @@
     ├── GroupError                the group, not an operand
     │   ├── UnknownGroupError   GroupExistsError   InvalidGroupError   GroupBrokenError
     │   └── UnknownBackendError   BackendNotInstalledError   BackendUnavailableError
-    ├── ControlError              who may drive whom
+    ├── ControlError              a process may not drive these actors
     │   └── ControllerConflictError   SelfDrivenError   RayClientError   ForkedError   BoundToProcessError
     ├── FaultError                something failed while a plan was in flight
     │   ├── ParticipantDiedError   ActorGoneError   CollectiveTimeoutError
@@ -28,8 +28,8 @@
     │   └── TracedValueError   UnrecordableCallError       a step's function can't be traced
     ├── ReentrantCallError        a finalizer, or a signal handler, made a call during another one
     ├── RetryError                a collective can't be run again as it was
-    ├── TimelineError             a timeline was asked for where there can't be one
-    ├── ProgressError             a progress bar was asked for, and tqdm is not installed
+    ├── TimelineError             a timeline can't be recorded or stopped here
+    ├── ProgressError             a progress bar can't be shown, as without tqdm
     ├── StoreFullError            the object store of a participant can't take more
     ├── ArenaFullError            the shared memory for tensors can't take more
     ├── VersionError              a version of weights can't be put, or can't be read

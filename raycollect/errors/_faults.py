@@ -20,7 +20,7 @@ class FaultError(RaycollectError):
     Attributes:
         op: The operation.
         group_name: The group.
-        rank: The rank at fault; -1 if there is none.
+        rank: The rank at fault; -1 for none.
         actor: The actor of that rank.
         detail: What happened.
         story: The last events of the participant that reported the error, oldest first.
@@ -71,7 +71,7 @@ class RankReport:
         step: The rank's position in the collective: the consistency check, or a bundle of calls or a call of a captured
             step; or empty.
         awaited_s: How long others had waited for the rank in the consistency check, from the first arrival on, in
-            seconds; 0 if nobody had.
+            seconds; 0 for none.
         doing: The outermost user call under way: name, file and line; empty for none. If the process could not look:
             ``"could not look: "``, followed by the cause.
         stack: One line per frame from that call on, innermost last.
@@ -149,7 +149,7 @@ class CollectiveTimeoutError(FaultError):
     def _text(self) -> str:
         text = listed((super()._text(), *self.reports), "\n  - ", 1 + MOST_LISTED)
         if self.cut:
-            text += f"\nNothing was acknowledged between {listed(self.cut)}: the link is cut, or a host is gone"
+            text += f"\nNothing was acknowledged between {listed(self.cut)}: the link is cut, or a host is down"
         return text
 
     def _advice(self) -> str:
@@ -229,7 +229,7 @@ class UnknownVersionError(VersionError):
 class PublisherReplacedError(VersionError):
     """Another publisher has taken this name since."""
 
-    cure = "let one publisher put versions of a name; the newer one goes on"
+    cure = "let one publisher put versions of a name; the newer publisher can continue"
 
 
 class PublicationExistsError(VersionError):

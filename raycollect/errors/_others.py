@@ -307,7 +307,7 @@ class StoreFullError(RaycollectError):
 
     limit: int
     _message = (
-        "the Python Object Store holds {self.limit} tensors, its limit while this Ray can't tell when a ref is gone."
+        "the Python Object Store holds {self.limit} tensors, its limit while this Ray can't tell when a ref is dropped."
     )
     cure = "raycollect.free(refs) what is no longer used"
 

@@ -1,8 +1,8 @@
-"""Atoms: the parts of tensors that are read, checked and remembered one by one.
+"""Atoms: the parts of tensors that are read and verified one by one.
 
-The tensors of a publication are cut wherever a box of the publisher begins or ends, or one of a receiver that is known,
-so that a receiver's boxes are made of whole atoms. One that is known later than the version takes the atoms around its
-boxes.
+The tensors of a publication are cut at the bounds of all boxes of the publisher and of the registered receivers, so
+that a receiver's boxes consist of whole atoms. A receiver that registers after the version was put reads all atoms that
+overlap its boxes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from raycollect.planner.reshard.request import local_tensors
 from raycollect.weights.protocol import Atom
 
 MOST_NBYTES = 16 << 20
-"""An atom has at most so many bytes: what is read again where it came wrong, and what lies in memory in between."""
+"""The most bytes of an atom: an atom with the wrong digest is read again, and an atom may lie in memory twice."""
 
 Layouts = Mapping[str, Layout]
 """Layouts by name of the global tensor; a single one has the name ``""``."""
 
 
 def cut(src: Layouts, others: Iterable[Layouts]) -> tuple[Atom, ...]:
-    """The atoms of a publication, in order of the names."""
+    """Returns the atoms of a publication, in order of the names."""
     readers = list(others)
     boxes_of: dict[object, list[Box]] = {}
     result = []
@@ -57,7 +57,7 @@ def cut(src: Layouts, others: Iterable[Layouts]) -> tuple[Atom, ...]:
 
 
 def source_faults(src: Layouts) -> Iterator[Violation]:
-    """What keeps a side from being a publisher: addends, and elements that no rank has."""
+    """Yields the reasons why a side can't be a publisher: addends, and elements that no rank has."""
     yield from fused_faults("layout", tuple(src.items()), is_written=False)
     for name, layout in src.items():
         if layout.regions.parts > 1:
@@ -69,7 +69,7 @@ def source_faults(src: Layouts) -> Iterator[Violation]:
 
 
 def target_faults(dst: Layouts) -> Iterator[Violation]:
-    """What keeps a side from being a receiver of any publisher: addends, and elements that are written twice."""
+    """Yields the reasons why a side can't be a receiver: addends, and elements that are written twice."""
     yield from fused_faults("layout", tuple(dst.items()), is_written=True)
     for name, layout in dst.items():
         if layout.regions.parts > 1:
@@ -77,7 +77,7 @@ def target_faults(dst: Layouts) -> Iterator[Violation]:
 
 
 def reader_faults(dst: Layouts, src: Layouts) -> Iterator[Violation]:
-    """What keeps a receiver from being served by a publisher."""
+    """Yields the reasons why a publisher can't serve a receiver."""
     for name, layout in dst.items():
         if name not in src:
             yield wrong_layout(f"layout of {name!r}", "of a tensor that is not published", "one that is")
@@ -97,22 +97,22 @@ class AtomPart:
 
     Attributes:
         name: The global tensor.
-        part: The box of the atom, or the part of it that the rank has.
-        at: Where that begins in the local tensor.
+        box: The box of the atom, or the part of it that the rank has.
+        at: Where the box begins in the local tensor.
     """
 
     name: str
-    part: Box
+    box: Box
     at: Point
 
     @property
     def size(self) -> Point:
-        """The size in each dimension."""
-        return extent(self.part)
+        """The extent in each dimension."""
+        return extent(self.box)
 
 
 def places(layouts: Layouts, rank: int, among: Sequence[Atom], *, whole: bool) -> dict[Atom, tuple[AtomPart, ...]]:
-    """Where the atoms lie on a rank; `whole`: only those of which it has all, in one place each."""
+    """Returns where atoms lie on a rank; with `whole`, only atoms that lie there as one box."""
     boxes: dict[str, list[Box]] = {}
     for name, box in among:
         boxes.setdefault(name, []).append(box)
@@ -139,7 +139,7 @@ def places(layouts: Layouts, rank: int, among: Sequence[Atom], *, whole: bool) -
 
 
 def held_places(layouts: Layouts, rank: int, among: Sequence[Atom]) -> dict[Atom, tuple[int, Point]]:
-    """The atoms that a rank has: each one's tensor among the local ones, and where it begins there."""
+    """Returns the atoms that a rank has: the index of the local tensor, and where the atom begins in it."""
     keys = [tensor.key for tensor in local_tensors(tuple(layouts.items())).get(rank, ())]
     return {
         atom: (keys.index(layouts[atom[0]].key or atom[0]), part.at)
@@ -148,6 +148,6 @@ def held_places(layouts: Layouts, rank: int, among: Sequence[Atom]) -> dict[Atom
 
 
 def shown(atom: Atom) -> str:
-    """An atom in words."""
+    """Returns an atom as text."""
     name, box = atom
     return f"{name!r}{words(box)}"

@@ -1,11 +1,11 @@
-"""The directory of publications: who publishes, which versions there are, and which processes hold them.
+"""The directory of publications: the publishers, their versions, and the processes that hold each version.
 
-Its records lie in Ray's internal key-value store, for all jobs of the cluster. A record of an epoch or a version is
-written once and never changed. A holder's record is a hint: it may have gone, or have gone on to another version, which
-whoever asks it finds out, and then removes the record. A publisher removes what is older than its two newest versions,
-and with its first version all of earlier epochs. Whoever publishes removes other publications that ended without a
-`close` (`sweep`). Of each name the record of its last epoch stays, some 50 bytes, so that no epoch comes twice. Nothing
-breaks if all of it is lost; the next put writes what counts.
+The records lie in Ray's internal key-value store, for all jobs of the cluster. A record of an epoch or a version is
+written once and never changed. A holder's record is a hint: the holder may have ended or moved on to another version; a
+receiver that fails to read from it removes the record. A publisher removes the records of all but its two newest
+versions, and with its first version those of earlier epochs. `publish` also removes other publications that ended
+without a `close` (`sweep`). The record of a name's last epoch stays, some 50 bytes, so that no epoch number is used
+twice. If all records are lost, the next put writes them again.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from raycollect.weights.protocol import Atom, Version
 _NAMESPACE = b"raycollect"
 _ROOT = "weights/"
 _TIMEOUT_S, _LEAST_S = 30.0, 0.05
-"""The most that one request may take, and the least: what was done by then is still to be said, in seconds."""
+"""The most seconds that one request may take, and the least: a result is still posted after the deadline."""
 _ENDED = "-"
-"""In place of a publisher's process, of one that was closed."""
+"""Replaces the publisher's process in the record of a closed publication."""
 MOST_SWEPT = 16
-"""How many publications one `sweep` looks into, of those whose publishers have ended."""
+"""How many publications of ended publishers one `sweep` examines."""
 
 _Result = TypeVar("_Result")
 
@@ -48,10 +48,10 @@ class RankProcess(Wire, frozen=True, kw_only=True):
     """The process of a rank.
 
     Attributes:
-        address: Where it serves reads.
-        actor: Its actor, for people.
+        address: The address at which it serves reads.
+        actor: The display name of its actor.
         incarnation: Ray's id of the process.
-        machine: Equal for processes of one host.
+        machine: The id of its host.
     """
 
     address: Address
@@ -65,10 +65,10 @@ class HolderRecord(Wire, frozen=True, kw_only=True):
 
     Attributes:
         member: The process.
-        key: Under which key.
-        signature: Of the layouts that say what it holds.
-        rank: Its rank in them.
-        is_publisher: Whether it is one of the publisher's, which is asked last.
+        key: The key under which it serves the tensors.
+        signature: The signature of its side's layouts.
+        rank: Its rank in these layouts.
+        is_publisher: Whether it is a rank of the publisher. Receivers ask the publisher last.
     """
 
     member: RankProcess
@@ -79,10 +79,10 @@ class HolderRecord(Wire, frozen=True, kw_only=True):
 
 
 Atoms = Mapping[Atom, tuple[int, Point]]
-"""What can be had of a holder: each atom's tensor among those of its key, and its first element there."""
+"""The atoms that a holder serves: the index of the tensor under its key, and where the atom begins in it."""
 
 Holders = Sequence[tuple[HolderRecord, Atoms]]
-"""Whom a rank may ask, in this order."""
+"""The holders that a rank may read from, in this order."""
 
 
 _HOLDERS = Codec[HolderRecord](HolderRecord, "record of a holder")
@@ -105,9 +105,9 @@ class _Records:
 
     @contextmanager
     def within(self, timeout_s: float, until_s: float) -> Iterator[None]:
-        """Bounds what all requests of a block take together; those that come later get a moment.
+        """Bounds the time of all requests of a block together; a request after the deadline still gets a moment.
 
-        `timeout_s` is for messages; `until_s` by `time.monotonic`.
+        `timeout_s` is for messages; `until_s` is a time of `time.monotonic`.
         """
         self._limit_s, self._until_s = timeout_s, until_s
         try:
@@ -153,8 +153,8 @@ class VersionDirectory(_Records):
     """The records of one publication, for one thread at a time.
 
     Raises:
-        VersionError: From every method: Ray's store does not answer.
-        VersionTimeoutError: The same, and the time of `within` is over.
+        VersionError: Every method: Ray's store does not answer.
+        VersionTimeoutError: Every method: Ray's store has not answered within the time of `within`.
     """
 
     def __init__(self, name: str) -> None:
@@ -165,33 +165,33 @@ class VersionDirectory(_Records):
     # ------------------------------------------------------------------------------------------ epochs
 
     def begin_epoch(self, worker: str) -> int:
-        """Takes the next epoch, which nobody else has or had, for a process by Ray's id of it."""
+        """Takes the next unused epoch for a process, given by Ray's id of it."""
         while not self.keep_epoch(epoch := self.epoch() + 1, worker):
             pass
         return epoch
 
     def epoch(self) -> int:
-        """The newest epoch; 0 for none."""
+        """Returns the newest epoch; 0 for none."""
         return max((int(number) for number in self._names("epochs/")), default=0)
 
     def keep_epoch(self, epoch: int, worker: str) -> bool:
-        """Writes the record of an epoch again, where it was lost; False: there is one."""
+        """Writes the record of an epoch again if it was lost; returns False if the record exists."""
         return self._put(f"epochs/{epoch:08d}", worker.encode(), overwrite=False)
 
     def publisher(self) -> str:
-        """Ray's id of the process that has begun the newest epoch; empty where that was ended, or there is none."""
+        """Returns Ray's id of the process that began the newest epoch; empty if it was closed, or there is no epoch."""
         epoch = self.epoch()
         worker = (self._get(f"epochs/{epoch:08d}") or b"").decode() if epoch else ""
         return "" if worker == _ENDED else worker
 
     def end_epoch(self, epoch: int) -> None:
-        """Says that the publisher of an epoch has closed it. The record stays, so that the next one gets another."""
+        """Marks an epoch as closed. Its record stays, so that the next publisher gets another number."""
         self._put(f"epochs/{epoch:08d}", _ENDED.encode(), overwrite=True)
 
     # ------------------------------------------------------------------------------------------ layouts
 
     def post_layouts(self, layouts: Layouts, epoch: int) -> bytes:
-        """Writes the layouts of a side in an epoch, and returns the name by which others find them."""
+        """Writes the layouts of a side in an epoch, and returns the signature by which others find them."""
         packed = _LAYOUTS.encode({name: layout.to_bytes() for name, layout in layouts.items()})
         signature = blake2b(packed, digest_size=16).digest()
         self._layouts[signature], self._own[signature] = layouts, packed
@@ -199,12 +199,12 @@ class VersionDirectory(_Records):
         return signature
 
     def keep_layouts(self, epoch: int) -> None:
-        """Writes the layouts that were posted here, where an epoch does not have them."""
+        """Writes the layouts that this process posted, if an epoch does not have them."""
         for signature, packed in self._own.items():
             self._put(_layouts_at(epoch, signature), packed, overwrite=False)
 
     def layouts(self, signature: bytes, epoch: int) -> Layouts | None:
-        """Those of a name."""
+        """Returns the layouts of a signature; None if unknown."""
         if signature not in self._layouts:
             packed = self._get(_layouts_at(epoch, signature))
             if packed is None:
@@ -214,7 +214,7 @@ class VersionDirectory(_Records):
         return self._layouts[signature]
 
     def all_layouts(self) -> dict[bytes, Layouts]:
-        """Those of all sides that are known, of whatever epoch, in order of their names."""
+        """Returns the layouts of all sides, of any epoch, in order of their signatures."""
         result = {}
         for signature, epoch in sorted((entry[9:], int(entry[:8])) for entry in self._names("layouts/")):
             layouts = self.layouts(bytes.fromhex(signature), epoch)
@@ -225,7 +225,7 @@ class VersionDirectory(_Records):
     # ------------------------------------------------------------------------------------------ versions
 
     def post_version(self, version: Version) -> None:
-        """Makes a version known: from now on receivers can ask for it."""
+        """Publishes a version: from now on receivers can update to it."""
         self._put(
             f"versions/{_numbered(version)}",
             _VERSIONS.encode([getattr(version, field.name) for field in fields(version)]),
@@ -233,26 +233,26 @@ class VersionDirectory(_Records):
         )
 
     def version(self, epoch: int, number: int) -> Version | None:
-        """One version; None: it is not known any more."""
+        """Returns a version; None if its record was removed."""
         packed = self._get(f"versions/{_numbered(Version(epoch, number))}")
         return None if packed is None else Version(*_VERSIONS.decode(packed))
 
     def latest(self) -> Version | None:
-        """The newest version; None: there is none."""
+        """Returns the newest version; None if no version was put."""
         while names := self._names("versions/"):
             for epoch, number in sorted(map(_number_of, names), reverse=True):
                 if (version := self.version(epoch, number)) is not None:
                     return version
-            # All were removed since, and a publisher removes them only for newer ones, or as it closes.
+            # All were removed meanwhile. A publisher removes versions only after newer ones, or when it closes.
         return None
 
     def forget(self, version: Version) -> None:
-        """Removes what is about a version."""
+        """Removes the records of a version."""
         self._delete(f"versions/{_numbered(version)}")
         self._delete(f"holders/{_numbered(version)}/", by_prefix=True)
 
     def forget_before(self, version: Version) -> None:
-        """Removes what is about older versions and earlier epochs; the layouts of receivers go over to this one."""
+        """Removes older versions and earlier epochs; layouts of earlier epochs move to the epoch of this version."""
         for entry in self._names("versions/"):
             if _number_of(entry) < (version.epoch, version.number):
                 self.forget(Version(*_number_of(entry)))
@@ -264,16 +264,16 @@ class VersionDirectory(_Records):
         self._forget_epochs(version.epoch - 1)
 
     def forget_all(self, epoch: int) -> None:
-        """Removes all until an epoch but the records of the epochs, so that the next one gets another."""
+        """Removes all records up to an epoch except those of the epochs, so that epochs stay unique."""
         for place in ("versions/", "holders/", "layouts/"):
             for number in sorted({entry[:8] for entry in self._names(place)}):
                 if int(number) <= epoch:
                     self._delete(place + number, by_prefix=True)
 
     def remove(self, epoch: int) -> None:
-        """Removes all until an epoch, whose publishers and holders have ended, but the record of that epoch.
+        """Removes all records up to an epoch, whose publishers and holders have ended, except that epoch's own record.
 
-        So the next publisher takes a later one, even if it comes meanwhile.
+        So the next publisher takes a later epoch, even if it begins meanwhile.
         """
         self.forget_all(epoch)
         self._forget_epochs(epoch - 1)
@@ -286,16 +286,16 @@ class VersionDirectory(_Records):
     # ------------------------------------------------------------------------------------------ holders
 
     def post_holders(self, version: Version, holders: Iterable[HolderRecord]) -> None:
-        """Says who holds a version."""
+        """Writes the records of holders of a version."""
         for holder in holders:
             self._put(f"holders/{_numbered(version)}/{holder.key.hex()}", _HOLDERS.encode(holder), overwrite=True)
 
     def holders(self, version: Version) -> list[HolderRecord]:
-        """Who holds a version, as far as is known."""
+        """Returns the recorded holders of a version."""
         return self._holders(f"holders/{_numbered(version)}/")
 
     def all_holders(self) -> list[HolderRecord]:
-        """Who holds any version, as far as is known."""
+        """Returns the recorded holders of all versions."""
         return self._holders("holders/")
 
     def _holders(self, place: str) -> list[HolderRecord]:
@@ -303,19 +303,19 @@ class VersionDirectory(_Records):
         return [_HOLDERS.decode(record) for record in records if record]
 
     def drop_holder(self, version: Version, key: Key) -> None:
-        """Removes the record of a holder that does not have the version any more."""
+        """Removes the record of a holder that no longer has the version."""
         self._delete(f"holders/{_numbered(version)}/{key.hex()}")
 
 
 def sweep(name: str) -> None:
-    """Removes other publications of which nobody can have anything: their publishers and holders have all ended.
+    """Removes other publications whose publishers and holders have all ended.
 
-    Processes are asked for when the publishers are known, and before the holders are. So a publisher is not taken for
-    dead because it began later; and where no holder lived then, nobody can have become one since.
+    The living processes are listed after the publishers are read, and before the holders are. So a publisher that began
+    later does not count as dead; and if no holder was alive then, no process can have become a holder since.
     """
     root = _Records(_ROOT, name)
     epochs: dict[str, list[tuple[int, str]]] = {}
-    more = set()  # those of which more is left than the record of their last epoch
+    more = set()  # publications with more records than that of their last epoch
     for place in root._names(""):
         quoted, kind, rest = place.split("/", 2)
         if kind in ("epochs", "holders") and unquote(quoted) != name:
@@ -330,13 +330,13 @@ def sweep(name: str) -> None:
     places = [place for some in epochs.values() for _, place in some if place]
     publishers = {place: (worker or b"").decode() for place, worker in zip(places, root._get_all(places), strict=True)}
     living = root._ask(lambda _: ray_internals.living_workers())
-    lasting = living | {""}  # a record that was removed since: the name is another one's business
+    lasting = living | {""}  # a record that was removed meanwhile: another process is sweeping that name
     ended = [
         quoted for quoted, some in epochs.items() if lasting.isdisjoint(publishers[place] for _, place in some if place)
     ]
-    for quoted in random.sample(ended, min(len(ended), MOST_SWEPT)):  # else those that are served could hide others
+    for quoted in random.sample(ended, min(len(ended), MOST_SWEPT)):  # in order, the first ones could hide the others
         other = VersionDirectory(unquote(quoted))
-        with suppress(ProtocolError):  # another release of this library has written it, and removes it
+        with suppress(ProtocolError):  # written by another release of this library, which removes it
             if living.isdisjoint(holder.member.incarnation for holder in other.all_holders()):
                 other.remove(max(epoch for epoch, _ in epochs[quoted]))
 

@@ -1,4 +1,4 @@
-"""One rank's tensors of a publication or of a subscription, as its layouts say."""
+"""One rank's tensors of a publication or of a subscription, by its layouts."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class LocalSide:
     """The tensors of one rank, each with the dimensions of the global one.
 
     Args:
-        op: What is done with them, for messages.
+        op: The operation, for messages.
         container: The tensors.
-        layouts: Those of the side.
-        rank: Which of its ranks it is.
+        layouts: The layouts of the side.
+        rank: The rank in the side.
 
     Raises:
         LayoutError: The tensors don't fit the layouts.
-        UnsupportedError: They are on a GPU.
-        ReadOnlyError: They are to be written, and can't be.
-        AliasError: They are to be written, and overlap.
+        UnsupportedError: A tensor is on a GPU.
+        ReadOnlyError: A tensor that is written is read-only.
+        AliasError: Tensors that are written overlap.
     """
 
     def __init__(self, op: str, container: Container, layouts: Layouts, rank: int, *, is_written: bool) -> None:
@@ -59,7 +59,7 @@ class LocalSide:
         }
 
     def follow(self, actor: Any) -> None:
-        """From now on `live` also sees where modules of the actor have got other parameters than these."""
+        """Makes `live` also check whether modules of the actor have replaced these parameters."""
         self._modules = ModuleTensors(actor, self.owners())
 
     def _unfit(self) -> list[Violation]:
@@ -95,13 +95,13 @@ class LocalSide:
         return [arrays.memory(self._container.tensors[place]) for place in self._places]
 
     def live(self) -> list[Array]:
-        """The tensors themselves, as the list or dict that the ref stands for has them now.
+        """Returns the tensors that the ref's list or dict has now.
 
         Raises:
-            TensorReplacedError: It has other names, or tensors of other shapes or types; or it has what a module of the
-                actor has no more.
-            LayoutError: The tensors have become others, as by `half()` of a module.
-            RefusedError: It has other tensors, which can't be taken; as of the class.
+            TensorReplacedError: The dict has other names, or tensors of other shapes or types; or a module of the actor
+                has replaced a parameter.
+            LayoutError: A tensor has another dtype, as after `half()` of a module.
+            RefusedError: A new tensor does not fit; see the class.
         """
         now = self._container.current()
         if isinstance(now, str):
@@ -130,17 +130,17 @@ class LocalSide:
         return [unfold(array, tensor.axes) for array, tensor in zip(held, self._tensors, strict=True)]
 
     def ranges(self) -> list[Range]:
-        """Where these lie."""
+        """Returns the memory ranges of the tensors."""
         return list(map(arrays.byte_range, self._arrays()))
 
     def owners(self) -> list[Any]:
-        """The tensors as the actor has them."""
+        """Returns the tensors as objects of the actor."""
         return [self._container.tensors[place] for place in self._places]
 
     def raise_versions(self, names: Iterable[str] | None = None) -> None:
-        """Tells torch that tensors are written, so that a backward pass that needs their old values fails.
+        """Raises torch's version counters of written tensors, so that a backward pass over their old values fails.
 
-        `names`: of the global tensors in them; None: all.
+        `names` are those of global tensors; None stands for all.
         """
         owners = self.owners()
         written = owners if names is None else [owners[at] for at in sorted({self._at[name] for name in names})]
@@ -149,29 +149,29 @@ class LocalSide:
             arrays.raise_versions(counted)
 
     def wholes(self) -> list[Range]:
-        """Where those lie that the layouts cover."""
+        """Returns the memory ranges of the tensors that the layouts cover completely."""
         return [span for span, tensor in zip(self.ranges(), self._tensors, strict=True) if tensor.is_whole]
 
     def allocate_arrays(self) -> list[Array]:
-        """New arrays of the same shapes, in shared memory where there is some."""
+        """Allocates arrays of the same shapes, in shared memory if available."""
         live = self.live()
         infos = (TensorInfo(shape=array.shape, dtype=name_of(array.dtype), itemsize=array.itemsize) for array in live)
         return [allocate(info) for info in infos]
 
     def tensor(self, name: str) -> int:
-        """The place of a global tensor's local one among the arrays."""
+        """Returns the index of the local tensor that holds a global one."""
         return self._at[name]
 
     def key_of(self, name: str) -> str:
-        """The name of the local tensor in which a global one lies."""
+        """Returns the name of the local tensor that holds a global one."""
         return self.layouts[name].key or name
 
     def fault_of(self, key: object) -> str:
-        """What is wrong with the name of a local tensor; empty for nothing."""
+        """Returns why a name is not that of a local tensor; empty if it is."""
         return "" if key in self._keys else "no name of a tensor here"
 
     def replace(self, held: list[Array], key: object, tensor: object) -> str:
-        """Puts another tensor in the place of a local one; returns what is wrong with it, empty for nothing."""
+        """Replaces a local tensor by another one; returns why that can't be done, empty if it was done."""
         if fault := self.fault_of(key):
             return fault
         at = self._keys[str(key)]
@@ -185,5 +185,5 @@ class LocalSide:
         return ""
 
     def box(self, held: list[Array], place: AtomPart) -> Array:
-        """A part of the arrays."""
+        """Returns the box of a local tensor that an atom part covers."""
         return box_of(held[self._at[place.name]], place.at, place.size)

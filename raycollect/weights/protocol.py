@@ -17,7 +17,7 @@ The decision to show is recorded nowhere but in the ranks, which a later update 
 whatever moment, no rank shows a version that not all living ranks of its group have verified
 (`tests/pure/weights/test_protocol.py` visits every order of these steps, with a death at each).
 
-States are frozen. An event without an entry in the table of moves came late and is ignored.
+States are frozen. An event without an entry in the table of moves is late and is ignored.
 """
 
 from __future__ import annotations

@@ -304,9 +304,9 @@ class Publication(BoundToProcess):
             raise VersionNotPutError(
                 **where, rank=rank, actor=self._ranks.members[rank].actor, detail=detail
             ) from error
-        (gone,) = job.round.lost
+        (lost,) = job.round.lost
         raise VersionNotPutError(
-            **where, rank=gone, actor=self._ranks.members[gone].actor, detail="its process has ended"
+            **where, rank=lost, actor=self._ranks.members[lost].actor, detail="its process has ended"
         )
 
     def __enter__(self) -> Publication:  # noqa: PYI034 - Python 3.10 has no `Self`

@@ -80,7 +80,7 @@ class Receiver:
         self._ahead = 0  # bytes that were read for a stream
         self._mapped: dict[str, Array] = {}  # keeps the memory of the last version's holders mapped
         self.state: RankState = RankState()
-        self.gone: tuple[Key, ...] = ()  # the keys of holders that did not have the version that was staged last
+        self.stale_holders: tuple[Key, ...] = ()  # the keys of holders that did not have the version staged last
         self.where: tuple[Range, ...] = tuple(span for span in self._side.ranges() if span[0] < span[1])
         self.form: tuple[Any, ...] = (name, inplace, rank, tuple(layouts.items()))
 
@@ -107,7 +107,7 @@ class Receiver:
         if self.state.missing:
             raise self._not_whole(version, holders, failures)
         landed = {atom: self.state.landed[atom] for atom in wanted}
-        self.gone = tuple(key for key, error in failures.items() if isinstance(error, RefusedError))
+        self.stale_holders = tuple(key for key, error in failures.items() if isinstance(error, RefusedError))
         read, self._ahead = read + self._ahead, 0
         return RankReceipt(
             rank=self._side.rank,
@@ -233,7 +233,7 @@ class Receiver:
         """Recomputes the digests of landed atoms that lie as they were put: others may have overwritten them."""
         present = {}
         for atom, parts in self._parts.items():
-            if atom in self.state.landed and len(parts) == 1 and parts[0].part == atom[1]:
+            if atom in self.state.landed and len(parts) == 1 and parts[0].box == atom[1]:
                 box = self._side.box(self._back.arrays, parts[0])
                 if box.dtype == np.dtype(version.dtypes[atom[0]]):
                     present[atom] = digests.digest(box)
@@ -306,12 +306,12 @@ class Receiver:
         """Writes an atom into the second set, and returns the digest of the written bytes."""
         parts = self._parts[atom]
         boxes = [self._side.box(self._back.arrays, part) for part in parts]
-        if len(parts) == 1 and parts[0].part == atom[1] and boxes[0].dtype == array.dtype:
+        if len(parts) == 1 and parts[0].box == atom[1] and boxes[0].dtype == array.dtype:
             return digests.copied(boxes[0], array)
         whole = np.empty(array.shape, array.dtype)
         digest = digests.copied(whole, array)
         for part, box in zip(parts, boxes, strict=True):
-            lo, _ = moved(part.part, atom[1][0], (0,) * array.ndim)
+            lo, _ = moved(part.box, atom[1][0], (0,) * array.ndim)
             wanted = np.empty(box.shape, box.dtype)
             convert(wanted, box_of(whole, lo, part.size))
             if digests.copied(box, wanted) != digests.digest(wanted):
@@ -326,7 +326,7 @@ class Receiver:
             f"{holder.member.actor}: {brief(failures[holder.key])}" for holder, _ in holders if holder.key in failures
         ]
         detail = f"{len(missing)} of {len(self.state.wanted)} parts are missing, first {atoms.shown(missing[0])}: "
-        detail += "; ".join(tried) or "no holder of it is known"
+        detail += "; ".join(tried) or "it has no holders"
         who = self._here.actor
         return VersionNotWholeError(
             name=self.name, version=str(version), rank=self._side.rank, actor=who, detail=detail

@@ -144,7 +144,7 @@ def _of_file(path: Path) -> dict[str, Array | str]:
             tensors[name] = (
                 dtype if isinstance(dtype, str) else np.ndarray(shape, dtype, buffer=mapped, offset=begin + lo)
             )
-        except ValueError as exc:  # too many dimensions, or one beside a 0 that is too long
+        except ValueError as exc:  # too many dimensions, or a dimension next to a 0 that is too long
             raise _wrong(path, f"{shown(name)} of shape {shown(shape)}: {exc}", "a shape that numpy takes") from None
         if lo < hi:
             if lo in ends:
@@ -164,7 +164,7 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[np.dtype[Any] | str, list
         kind, shape, (lo, hi) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
         expected = "'dtype', 'shape' and two 'data_offsets'"
-        raise _wrong(path, f"a header that says {shown(entry)} of {shown(name)}", expected) from None
+        raise _wrong(path, f"a header with {shown(entry)} for {shown(name)}", expected) from None
     if not isinstance(kind, str) or not isinstance(shape, list) or not is_unicode(name):
         expected = "names in Unicode, and a list of extents"
     elif len(shape) > MOST_DIMENSIONS or not all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, lo, hi)):

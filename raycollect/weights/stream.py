@@ -120,7 +120,7 @@ class Stream(BoundToProcess):
             left_s = max(until_s - time.monotonic(), 0.0)
             ref = self._publication._ranks.call(rank, agent.seal, *self._of(rank), left_s)
             self._sealing[rank].append((ref, True))
-        self._publication._forget_overwritten()  # beside the actors' work
+        self._publication._forget_overwritten()  # while the actors work
         while not self._job.round.is_over:
             if not self._pump(max(until_s - time.monotonic(), 0.0)):
                 self._job.end_late()

@@ -72,7 +72,7 @@ def subscribe(
         dst_refs: One ref per rank, in the order of the layouts' ranks; updates write their tensors.
         layout: As in `publish`; floats are converted to the dtype that a layout asks for.
         inplace: Saves the memory of a second set of tensors: an update writes the tensors themselves, between two
-            methods. Until an update has succeeded, the actors' methods raise a `VersionDirtyError`.
+            methods. From its beginning until an update has succeeded, the actors' methods raise a `VersionDirtyError`.
 
     Raises:
         LayoutError, UnsupportedError, ReadOnlyError, AliasError, RefusedError: As `publish`.
@@ -266,7 +266,7 @@ class Subscription:
         """Returns the receipt of a round that has ended; raises as `update`."""
         version = job.round.version
         with suppress(VersionError):  # other receivers can remove the records, too
-            for key in {key for _, gone in staged.values() for key in gone}:
+            for key in {key for _, stale in staged.values() for key in stale}:
                 self._directory.drop_holder(version, key)
         if job.round.phase is not Phase.DONE:
             raise self._failure(job, timeout_s)
@@ -336,7 +336,7 @@ def update_all(
         subscriptions: The receiver groups, of one publication.
         version: As in `Subscription.update`.
         timeout_s: As in `Subscription.update`.
-        resolved: The version, if the caller has put it, so that nobody looks it up.
+        resolved: The version, if the caller has put it; saves the lookup.
 
     Raises:
         PushError: Some of several groups could not be updated; it has the receipts of the others.

@@ -140,7 +140,7 @@ class _LoaderRecording:
 
     def _checked(self, key: str, ids: Array | None) -> Array:
         if ids is None or ids.shape != self._shapes[key]:
-            what = "no stand-in any more" if ids is None else f"of shape {list(ids.shape)}"
+            what = "no placeholder any more" if ids is None else f"of shape {list(ids.shape)}"
             expected = f"shape {list(self._shapes[key])}, filled in place or replaced by what is made of full tensors"
             raise refusal("record_layout", "", (wrong_layout(f"local tensor {key!r}", what, expected),))
         return ids

@@ -42,7 +42,7 @@ def test_each_rank_finds_each_of_its_elements_once(known, ranks):
             local = np.zeros(side["w"].local_shape(rank) or (0, 0), int)
             for atom, parts in atoms.places(side, rank, found, whole=True).items():
                 for one in parts:
-                    assert one.part == atom[1]
+                    assert one.box == atom[1]
                     local[tuple(slice(lo, lo + n) for lo, n in zip(one.at, one.size, strict=True))] += 1
             assert (local == 1).all()
 
@@ -54,7 +54,7 @@ def test_a_layout_that_was_not_known_has_parts_of_atoms():
     found = atoms.cut({"w": ROWS}, [])
     assert atoms.places({"w": COLUMNS}, 1, found, whole=True) == {}
     parts = [one for some in atoms.places({"w": COLUMNS}, 1, found, whole=False).values() for one in some]
-    assert [(one.part, one.at) for one in parts] == [(((0, 2), (4, 4)), (0, 0)), (((4, 2), (8, 4)), (4, 0))]
+    assert [(one.box, one.at) for one in parts] == [(((0, 2), (4, 4)), (0, 0)), (((4, 2), (8, 4)), (4, 0))]
 
 
 def test_what_a_receiver_can_not_have_is_named():

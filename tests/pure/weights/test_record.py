@@ -206,8 +206,8 @@ def test_what_can_not_be_recorded_is_named(name: str) -> None:
     assert "mul" in refused(name, put(lambda full: full["a"] * 2))
     assert "add" in refused(name, put(lambda full: full["a"] + full["b"]))
     assert "of shape [2, 3], expected shape [4, 3]" in refused(name, lambda full, local: local.update(w=full["a"][:2]))
-    assert "no stand-in any more" in refused(name, lambda full, local: local.update(w=3))
-    assert "no stand-in any more" in refused(name, lambda full, local: local.pop("w"))
+    assert "no placeholder any more" in refused(name, lambda full, local: local.update(w=3))
+    assert "no placeholder any more" in refused(name, lambda full, local: local.pop("w"))
 
 
 def test_what_numpy_alone_and_torch_alone_do_is_named() -> None:

@@ -81,7 +81,7 @@ def test_holders_that_do_not_have_the_version_any_more_are_named(here):
     src, dst = source(here, tensors(1)), receiver(here, tensors(0))
     key, found = src.seal(V1, AMONG, b"1")
     dst.stage(replace(V1, digests=found), [holder(OTHER), holder(key)], 1.0)
-    assert dst.gone == (OTHER,)
+    assert dst.stale_holders == (OTHER,)
     assert dst.show(V1)
 
 
@@ -216,7 +216,7 @@ def test_of_publishers_in_a_process_the_newest_stays_whatever_came_last(here):
     agent.detach_source(None, "policy", 2)
     seal(3, 0)
     agent.detach_source(None, "policy", 3)
-    with pytest.raises(VersionNotPutError, match="was closed, or its process was started anew"):
+    with pytest.raises(VersionNotPutError, match="was closed, or its process has restarted"):
         seal(3, 0)
 
 
@@ -258,7 +258,7 @@ def test_tensors_that_others_subscribe_otherwise_are_theirs(here, held_here):
     agent.attach_receiver(None, "policy", "second", KEY, LAYOUTS, 0, True)
     assert here.store.statistics().held == before  # the second set of the other is given up
     assert agent.shown("first") == (False, None)
-    with pytest.raises(VersionNotWholeError, match="others subscribed its tensors"):
+    with pytest.raises(VersionNotWholeError, match="another subscription has its tensors"):
         agent.stage(None, "first", 0, whole, [holder(key)], 1.0)
     assert agent.stage(None, "second", 0, whole, [holder(key)], 1.0)[0].nbytes == 3 * NBYTES
     assert held_here["a"].all()
