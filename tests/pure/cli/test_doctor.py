@@ -48,7 +48,7 @@ def test_a_check_that_fails_is_a_row() -> None:
 
 def row_of(name: str) -> Finding:
     """The row of one of the checks that the command makes."""
-    (check,) = (one for one in doctor.checks() if one.name == name)
+    (check,) = (check for check in doctor.checks() if check.name == name)
     (row,) = check.rows()
     return row
 
@@ -128,8 +128,8 @@ def test_what_children_say_is_believed(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     assert row_of("other processes").found == "/proc shows another process's memory"
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    found = [(row.state, row.required, row.found) for row in doctor.loaded(("shm", "gloo"))]
-    assert found == [(MISSING, required, "its process ended with 1") for required in (True, False)]
+    rows = [(row.state, row.required, row.found) for row in doctor.loaded(("shm", "gloo"))]
+    assert rows == [(MISSING, required, "its process ended with 1") for required in (True, False)]
 
 
 def test_the_driver_is_read_from_proc(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def a_slice(kind: str, begin_ms: float, end_ms: float, thread: int = 1, **more: 
 
 
 def a_process(name: str, pid: int, slices: list[Slice], **more: Any) -> Process:
-    threads = {one.thread: f"thread {one.thread}" for one in slices}
+    threads = {span.thread: f"thread {span.thread}" for span in slices}
     return Process(name=name, host="h", pid=pid, leader="L", threads=threads, slices=tuple(slices), **more)
 
 

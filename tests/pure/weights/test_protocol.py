@@ -42,12 +42,12 @@ def explore(first: World, puts: int, updates: int) -> tuple[list[World], set[str
     """All worlds that can come of one, each checked, and what was done."""
     seen, todo, done = {first.key: first}, [first], set()
     while todo:
-        for name, one in steps(todo.pop(), puts, updates):
+        for name, world in steps(todo.pop(), puts, updates):
             done.add(name)
-            if one.key not in seen:
-                check(one)
-                seen[one.key] = one
-                todo.append(one)
+            if world.key not in seen:
+                check(world)
+                seen[world.key] = world
+                todo.append(world)
     return list(seen.values()), done
 
 
@@ -63,8 +63,8 @@ def check(world: World) -> None:
         shown = reader.state.shown
         assert reader.front[0] == (shown.number if shown else 0), "the label is not that of the bytes"
         if shown:
-            told = [ranks for number, ranks in world.at_show if number == shown.number]
-            assert any(rank in ranks for ranks in told), "shown, and nobody had decided it"
+            deciders = [ranks for number, ranks in world.at_show if number == shown.number]
+            assert any(rank in ranks for ranks in deciders), "shown, and nobody had decided it"
     for receipt in world.receipts:
         assert receipt.done
         for rank, digests in receipt.done.items():
@@ -97,15 +97,15 @@ def test_pain_1_and_5_no_order_of_a_streams_parts_shows_a_mixed_version():
 def test_pain_1_and_5_in_place_methods_see_a_whole_version_or_are_refused():
     worlds, _ = explore(World(inplace=True), 1, 1)
     assert any(world.receipts for world in worlds)
-    assert any(one.state.is_dirty for world in worlds for one in world.readers)
+    assert any(reader.state.is_dirty for world in worlds for reader in world.readers)
 
 
-def _is_careless(state, version, wanted, found):
+def _is_careless(state, version, wanted, present):
     return protocol.stage(state, version, wanted)
 
 
-def _believes(state, version, found):
-    return replace(state, landed={**state.landed, **{atom: state.wanted[atom] for atom in found}})
+def _believes(state, version, digests):
+    return replace(state, landed={**state.landed, **{atom: state.wanted[atom] for atom in digests}})
 
 
 def _keeps_all(state, version, part):  # and says of a new part that it has come
@@ -126,8 +126,8 @@ def _hurries(state):
     ],
 )
 def test_the_search_finds_what_is_wrong_with_a_protocol(monkeypatch, wrong, world):
-    for name, one in wrong.items():
-        monkeypatch.setattr(protocol, name, one)
+    for name, function in wrong.items():
+        monkeypatch.setattr(protocol, name, function)
     with pytest.raises(AssertionError, match=r"mixed version|label|false receipt|nobody had|something else lies"):
         explore(world, 1, 1)
 
@@ -142,11 +142,11 @@ def test_pain_1_and_5_longer_runs(puts, updates, faults):
 
 def test_pain_2_after_any_fault_readers_that_live_can_have_the_version_while_a_holder_of_each_atom_lives():
     worlds, _ = explore(World(), 1, 1)
-    stranded = [one for one in worlds if DRIVER in one.dead and one.posted and not one.told]
+    stranded = [world for world in worlds if DRIVER in world.dead and world.posted and not world.orders]
     assert stranded
-    for world in {one.key: one for one in map(restarted, stranded)}.values():
+    for world in {state.key: state for state in map(restarted, stranded)}.values():
         again, _ = explore(world, 1, world.updates + 1)
-        assert any(one.receipts for one in again), "nobody can go on"
+        assert any(world.receipts for world in again), "nobody can go on"
 
 
 def test_a_rank_that_has_verified_and_then_dies_costs_the_others_nothing():
@@ -209,17 +209,17 @@ def test_whatever_keeps_a_group_from_a_version_the_others_have_it_and_all_is_tol
     class Group:
         name = "policy"
 
-        def __init__(self, found):
-            self.found, self._id, self._turns = found, str(id(self)), Turns("policy")
+        def __init__(self, outcome):
+            self.outcome, self._id, self._turns = outcome, str(id(self)), Turns("policy")
             self._directory = SimpleNamespace(within=lambda *_: nullcontext(), holders=lambda version: [])
 
         def _job(self, version, records, left_s):
             return Job(round=protocol.begin_update(version, 1)[0], errors={}), Tell.STAGE, {}
 
         def _finish(self, job, staged, began_s, timeout_s):
-            if isinstance(self.found, Exception):
-                raise self.found
-            return self.found
+            if isinstance(self.outcome, Exception):
+                raise self.outcome
+            return self.outcome
 
     monkeypatch.setattr(subscription, "drive", lambda jobs, timeout_s, beside: None)
     other, late = InternalError(detail="a tensor has become another"), VersionTimeoutError(name="policy", missing=(0,))
@@ -228,7 +228,7 @@ def test_whatever_keeps_a_group_from_a_version_the_others_have_it_and_all_is_tol
     same = pickle.loads(pickle.dumps(raised.value))
     for error in (raised.value, same):
         assert error.receipts == (None, "receipt", None)
-        assert [type(one) for one in error.errors] == [InternalError, type(None), VersionTimeoutError]
+        assert [type(group_error) for group_error in error.errors] == [InternalError, type(None), VersionTimeoutError]
     assert subscription.update_all([Group("receipt")], V1, 1.0, resolved=V1) == ["receipt"]
     with pytest.raises(InternalError):
         subscription.update_all([Group(other)], V1, 1.0, resolved=V1)

@@ -32,14 +32,14 @@ def test_who_can_not_be_reached_is_not_taken_for_dead(error, event):
 def test_a_part_is_asked_of_those_who_have_sealed_it():
     places = [dict.fromkeys(AMONG, (0, (0, 0)))] * 2
     replicas = SimpleNamespace(_ranks=[None, None], _places_on=places.__getitem__, _holder=lambda rank, key: rank)
-    made = Stream(replicas, [], V1, AMONG)
+    stream = Stream(replicas, [], V1, AMONG)
     for rank, names in enumerate((NAMES, NAMES[:1])):
-        made._keys[rank] = b"key"
-        made._has[rank].update(atom for atom in AMONG if atom[0] in names)
-    holders = made._holders(dict.fromkeys(AMONG, b"digest"))
+        stream._keys[rank] = b"key"
+        stream._has[rank].update(atom for atom in AMONG if atom[0] in names)
+    holders = stream._holders(dict.fromkeys(AMONG, b"digest"))
     assert [(rank, [name for name, _ in some]) for rank, some in holders] == [(0, list(NAMES)), (1, ["a"])]
     replicas._places_on = lambda rank: {}  # another stream has begun, whose receivers cut otherwise
-    assert made._holders(dict.fromkeys(AMONG, b"digest")) == []
+    assert stream._holders(dict.fromkeys(AMONG, b"digest")) == []
 
 
 @pytest.mark.parametrize("number", [1, 0, 1 << 63, True, "2"])
