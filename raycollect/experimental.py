@@ -1,4 +1,4 @@
-"""The names of `ray.experimental.collective`: groups that the driver makes, finds and destroys.
+"""The names of `ray.experimental.collective`: groups that the driver declares, looks up and destroys.
 
 ::
 
@@ -28,25 +28,25 @@ _OF_GRAPHS = ("allgather", "allreduce", "reducescatter")
 
 
 def create_collective_group(actors: Sequence[Any], backend: str, name: str | None = None) -> Group:
-    """Declares actors to be a group, in their order; see `declare_collective_group`.
+    """Declares a group of actors, in their order; see `declare_collective_group`.
 
     Args:
         actors: The actor handles, by rank.
         backend: The name of the backend; ``"auto"`` chooses.
-        name: What to call the group; by default a name that no other group has.
+        name: The name of the group; by default a unique name.
     """
     return declare_collective_group(actors, backend=backend, group_name=name or f"group-{secrets.token_hex(8)}")
 
 
 def get_collective_groups(actors: Sequence[Any] | None = None, backend: str | None = None) -> list[Group]:
-    """The groups that this process has declared and not destroyed.
+    """Returns the groups that this process has declared and not destroyed.
 
     Args:
         actors: Only groups that have all of these actors.
         backend: Only groups of this backend.
 
     Raises:
-        UnknownBackendError: There is no backend of that name.
+        UnknownBackendError: No backend of that name exists.
     """
     controller = Controller.current()
     wanted = {actor._actor_id for actor in actors or ()}
@@ -60,7 +60,7 @@ def get_collective_groups(actors: Sequence[Any] | None = None, backend: str | No
 
 
 def destroy_all_collective_groups() -> None:
-    """Ends all groups that this process has declared; the actors live on."""
+    """Destroys all groups that this process has declared; the actors stay alive."""
     for group in get_collective_groups():
         group.destroy()
 

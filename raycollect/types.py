@@ -36,7 +36,7 @@ __all__ = [
 
 
 class _ByAttribute(type):
-    """Makes ``Backend.GLOO`` ask the registry, so that names which are registered later are attributes as well."""
+    """Looks ``Backend.GLOO`` up in the registry, so that backends that are registered later are attributes as well."""
 
     def __getattr__(cls, name: str) -> str:
         if name.isupper():
@@ -50,10 +50,10 @@ class _ByAttribute(type):
 class Backend(metaclass=_ByAttribute):
     """The name of a backend in upper case, as Ray writes it: ``Backend("gloo") == Backend.GLOO == "GLOO"``.
 
-    A call gives a plain string, which may be passed wherever a backend is named.
+    A call returns a plain string, which may be passed as the name of a backend.
 
     Raises:
-        ValueError: There is no such backend.
+        ValueError: No such backend exists.
     """
 
     UNRECOGNIZED = "unrecognized"
@@ -66,12 +66,12 @@ class Backend(metaclass=_ByAttribute):
 
 
 def cupy_available() -> bool:
-    """Tells whether cupy can be imported (it is, by that)."""
+    """Imports cupy; returns whether that succeeds."""
     return _importable("cupy")
 
 
 def torch_available() -> bool:
-    """Tells whether torch can be imported (it is, by that)."""
+    """Imports torch; returns whether that succeeds."""
     return _importable("torch")
 
 

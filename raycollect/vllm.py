@@ -1,4 +1,4 @@
-"""raycollect for vLLM: a backend of vLLM's weight transfer interface, with digests of what landed.
+"""raycollect for vLLM: a backend of vLLM's weight transfer interface, with digests of the received bytes.
 
 ::
 
@@ -6,9 +6,9 @@
 
     raycollect.vllm.register()  # in the trainer; in vLLM's workers, by a plugin of vLLM
 
-The trainer's rank 0 and all workers are a group that they make themselves. An update goes in buckets through host
-memory, each with its digest, and is kept beside the model until all workers have checked all of it. Then all of them
-load it, or none does. The interface is that of vLLM 0.33; docs/weight-sync.md says what of it is tested.
+The trainer's rank 0 and all workers form a group themselves. An update is sent in buckets through host memory, each
+with its digest, and stays separate from the model until all workers have verified all of it. Then all of them load it,
+or none does. The interface is that of vLLM 0.33; docs/weight-sync.md says which parts of it are tested.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TRAINER = 0
 
 
 def register() -> None:
-    """Makes this backend known to vLLM, under the name ``"raycollect"``; twice does nothing more."""
+    """Registers this backend with vLLM, under the name ``"raycollect"``; a second call does nothing."""
     factory: Any = import_module("vllm.distributed.weight_transfer.factory")
     for registry, cls in (
         (factory.WeightTransferEngineFactory, Engine),
@@ -55,15 +55,15 @@ def register() -> None:
 
 @dataclass(kw_only=True)
 class InitInfo(base.WeightTransferInitInfo):  # type: ignore[misc]
-    """How the group is made, on a worker.
+    """The options of the group, on a worker.
 
     Attributes:
-        world_size: The trainer's rank 0 and all workers.
+        world_size: The number of workers, plus one for the trainer's rank 0.
         rank_offset: The rank of the first worker.
-        group_name: What the group is called.
+        group_name: The name of the group.
         transport: raycollect's backend: ``"auto"``, ``"shm"``, ``"tcp"`` ...
-        rendezvous: How processes find each other that are no actors of one Ray cluster: ``"file:///path"``.
-        bucket_nbytes: The most that one message carries; at least a tensor.
+        rendezvous: How processes outside one Ray cluster find each other: ``"file:///path"``.
+        bucket_nbytes: The most bytes of one message, which has at least one tensor.
         timeout_s: How long ranks wait for each other, in seconds.
     """
 
@@ -78,7 +78,7 @@ class InitInfo(base.WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass(kw_only=True)
 class TrainerInitInfo(base.TrainerInitInfo):  # type: ignore[misc]
-    """The same on a rank of the trainer, which `rank` says; see `InitInfo`."""
+    """The options of the group, on a rank of the trainer; see `InitInfo`."""
 
     backend: ClassVar[str] = BACKEND
 
@@ -92,11 +92,11 @@ class TrainerInitInfo(base.TrainerInitInfo):  # type: ignore[misc]
 
 @dataclass
 class UpdateInfo(base.WeightTransferUpdateInfo):  # type: ignore[misc]
-    """What an update has.
+    """The description of an update.
 
     Attributes:
         version: Its number.
-        names: The full tensors, in the order in which they come.
+        names: The names of the full tensors, in the order in which they are sent.
         dtype_names: torch's names of their dtypes.
         shapes: Their shapes.
     """
@@ -129,14 +129,14 @@ class _Group:
             info.transport,
             info.group_name,
             int(info.timeout_s * 1000),
-            rendezvous=info.rendezvous or init.JOB,  # vLLM makes its workers, and others the trainer
+            rendezvous=info.rendezvous or init.JOB,  # vLLM creates its workers, and the user the trainer
         )
         self.rank = rank
         self._name = info.group_name
         self._bucket_nbytes = info.bucket_nbytes
 
     def buckets(self, info: UpdateInfo) -> Iterator[list[_Part]]:
-        """The tensors of each message."""
+        """Yields the tensors of each message."""
         bucket: list[_Part] = []
         at = 0
         for name, dtype_name, shape in zip(info.names, info.dtype_names, info.shapes, strict=True):
@@ -154,7 +154,7 @@ class _Group:
         operations.broadcast(buffer, _TRAINER, self._name)
 
     def all_agree(self, is_good: bool) -> bool:
-        """Whether all ranks say so; none goes on before the last has."""
+        """Returns whether all ranks vote for it; waits for the votes of all ranks."""
         vote = np.array([is_good], np.uint8)
         operations.allreduce(vote, self._name, ReduceOp.MIN)
         return bool(vote[0])
@@ -164,14 +164,14 @@ class _Group:
 
 
 def _nbytes(bucket: Sequence[_Part]) -> int:
-    """The length of a bucket's message: its tensors, and its digest behind them."""
+    """Returns the length of a bucket's message: its tensors, followed by its digest."""
     _, _, _, at, nbytes = bucket[-1]
     return -(-(at + nbytes) // _ALIGNMENT) * _ALIGNMENT + _ALIGNMENT
 
 
 def _digest(message: Any) -> Any:
-    found = digests.digest(message[:-_ALIGNMENT].numpy())
-    return torch.frombuffer(bytearray(found), dtype=torch.uint8)
+    digest = digests.digest(message[:-_ALIGNMENT].numpy())
+    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
 
 
 def _views(message: Any, bucket: Sequence[_Part]) -> Iterator[tuple[str, Any]]:
@@ -187,7 +187,7 @@ def _not_whole(group: _Group, version: int, detail: str) -> VersionNotWholeError
 
 
 class Engine(base.WeightTransferEngine):  # type: ignore[misc]
-    """A worker's side; vLLM makes it and calls it."""
+    """A worker's side, which vLLM creates and calls."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -198,34 +198,34 @@ class Engine(base.WeightTransferEngine):  # type: ignore[misc]
         self._is_updating = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Joins the group, and leaves the one before."""
+        """Leaves the last group, and joins the new one."""
         self.shutdown()
         parallel = self.parallel_config
         first = parallel.data_parallel_index * parallel.world_size + init_info.rank_offset
         self._group = _Group(init_info, first + parallel.rank)
 
     def start_weight_update(self) -> None:
-        """Tells vLLM that weights in the checkpoint's form will come."""
+        """Prepares vLLM for weights in the checkpoint's form."""
         self._is_updating = True
         import_module("vllm.model_executor.model_loader.reload").initialize_layerwise_reload(self.model)
 
     def finish_weight_update(self) -> None:
-        """Tells vLLM that no more come: it puts the old ones back where none have come. A second call does nothing."""
+        """Ends the update: vLLM restores the old weights that were not updated. A second call does nothing."""
         if self._is_updating:
             self._is_updating = False
             reload = import_module("vllm.model_executor.model_loader.reload")
             reload.finalize_layerwise_reload(self.model, self.model_config)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receives an update, checks it, and loads it when all workers have it.
+        """Receives an update, verifies it, and loads it when all workers have verified it.
 
-        If this fails, the update has ended: the model has the weights that it had before.
+        If this fails, the update has ended, and the model has its previous weights.
 
         Raises:
             UnknownGroupError: `init_transfer_engine` has not been called.
             VersionNotWholeError: A worker has other bits than were sent, or the trainer has refused its source.
-                No worker has loaded anything.
-            RaycollectError: The trainer or a worker is gone or late; it names it.
+                No worker has loaded any weights.
+            RaycollectError: The trainer or a worker has died or is late; the error names it.
         """
         try:
             self.model.load_weights(iter(self._received(update_info)))
@@ -234,7 +234,7 @@ class Engine(base.WeightTransferEngine):  # type: ignore[misc]
             raise
 
     def _received(self, update_info: UpdateInfo) -> list[tuple[str, Any]]:
-        """The tensors of an update, once all workers have it."""
+        """Returns the tensors of an update after all workers have verified it."""
         group = self._group
         if group is None:
             raise UnknownGroupError(
@@ -275,41 +275,41 @@ class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
         super().__init__(client=client, source=source, is_sender=is_sender, rank=rank)
         self._group = group
         self._version = 0
-        self._memory: Any = None  # of the largest message: shared, so that workers of this host read it where it is
+        self._memory: Any = None  # for the largest message: shared, so that workers of this host read it in place
 
     @classmethod
     def trainer_init(cls, init_info: TrainerInitInfo, *, client: Any, source: Any = None) -> TrainerEngine:
-        """Makes the group with the workers; returns when all have joined.
+        """Forms the group with the workers; returns when all have joined.
 
         Raises:
-            ValueError: There is no source, or rank 0 does not have all of it.
-            RaycollectError: The workers have not come, or the group can't be made.
+            ValueError: No source, or rank 0 does not have all of its tensors.
+            RaycollectError: The workers have not joined, or the group can't be formed.
         """
         if source is None or not source.implements_iter_full():
             raise ValueError("the backend raycollect needs a WeightSource that implements iter_full()")
-        for one in source.metadata:
-            if one.owners is not None and _TRAINER not in one.owners:
-                raise ValueError(f"rank 0 sends all tensors, and {one.name!r} belongs to the ranks {one.owners}")
+        for tensor in source.metadata:
+            if tensor.owners is not None and _TRAINER not in tensor.owners:
+                raise ValueError(f"rank 0 sends all tensors, and {tensor.name!r} belongs to the ranks {tensor.owners}")
         group = None
         if init_info.is_sender:
-            shared = {one.name for one in fields(InitInfo)} & {one.name for one in fields(init_info)}
+            shared = {option.name for option in fields(InitInfo)} & {option.name for option in fields(init_info)}
             worker_info = asdict(InitInfo(**{name: getattr(init_info, name) for name in shared}))
             try:
                 with threads.beside("raycollect-vllm", client.init_weight_transfer_engine, worker_info):
                     group = _Group(init_info, _TRAINER)
             except BaseException:
                 if group is not None:
-                    group.leave()  # so that its name is free for another attempt
+                    group.leave()  # frees the name for another attempt
                 raise
         return cls(client=client, source=source, is_sender=init_info.is_sender, rank=init_info.rank, group=group)
 
     def send_weights(self) -> None:
-        """Sends what the source has now, as the next version; returns when all workers have loaded it.
+        """Sends the source's current tensors as the next version; returns when all workers have loaded it.
 
         Raises:
-            VersionNotWholeError: A worker has other bits than were sent. No worker has loaded anything.
-            RaycollectError: A worker is gone or late. After `shutdown`, `trainer_init` makes a new group.
-            ValueError: The source gives other tensors than it says.
+            VersionNotWholeError: A worker has other bits than were sent. No worker has loaded any weights.
+            RaycollectError: A worker has died or is late. After `shutdown`, `trainer_init` forms a new group.
+            ValueError: The source's tensors differ from its metadata.
             UnknownGroupError: Rank 0 has left the group.
         """
         if not self.is_sender:
@@ -321,9 +321,9 @@ class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
         meta = self.source.metadata
         info = UpdateInfo(
             version=self._version + 1,
-            names=[one.name for one in meta],
-            dtype_names=[str(one.dtype).removeprefix("torch.") for one in meta],
-            shapes=[list(one.shape) for one in meta],
+            names=[tensor.name for tensor in meta],
+            dtype_names=[str(tensor.dtype).removeprefix("torch.") for tensor in meta],
+            shapes=[list(tensor.shape) for tensor in meta],
         )
         try:
             self.client.start_weight_update()
@@ -331,7 +331,7 @@ class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
                 self._send(self._group, info)
         except BaseException:
             with suppress(Exception):  # the cause matters more
-                self.client.finish_weight_update()  # also workers that the update has not reached put the old ones back
+                self.client.finish_weight_update()  # restores the old weights also in workers without the update
             raise
         self.client.finish_weight_update(str(info.version))
         self._version = info.version
@@ -341,21 +341,21 @@ class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
         nothing: tuple[str, Any] = ("", torch.empty(0))
         for bucket in group.buckets(info):
             if self._memory is None or len(self._memory) < _nbytes(bucket):
-                made = allocate(TensorInfo(shape=(_nbytes(bucket),), dtype="uint8", itemsize=1, library="torch"))
-                self._memory = made.zero_()
+                memory = allocate(TensorInfo(shape=(_nbytes(bucket),), dtype="uint8", itemsize=1, library="torch"))
+                self._memory = memory.zero_()
             message = self._memory[: _nbytes(bucket)]
             for name, into in _views(message, bucket):
-                found, tensor = next(given, nothing)
-                if found != name or tensor.dtype != into.dtype or tensor.shape != into.shape:
-                    what = f"{found!r}, {tensor.dtype} {list(tensor.shape)}" if found else "no more"
-                    raise ValueError(f"the source gives {what}, and says {name!r}, {into.dtype} {list(into.shape)}")
+                source_name, tensor = next(given, nothing)
+                if source_name != name or tensor.dtype != into.dtype or tensor.shape != into.shape:
+                    what = f"{source_name!r}, {tensor.dtype} {list(tensor.shape)}" if source_name else "no more"
+                    raise ValueError(f"the source yields {what}, not {name!r}, {into.dtype} {list(into.shape)}")
                 into.copy_(tensor.detach())
             message[-_ALIGNMENT:] = _digest(message)
             group.broadcast(message)
-        more, _ = next(given, nothing)  # so that the source comes to its end, as on the other ranks of the trainer
+        more, _ = next(given, nothing)  # exhausts the source, as the other ranks of the trainer do
         is_good = group.all_agree(not more)
         if more:
-            raise ValueError(f"the source gives {more!r} as well, and does not say so")
+            raise ValueError(f"the source also yields {more!r}, which is not in its metadata")
         if not is_good:
             raise _not_whole(group, info.version, "a worker has other bits than were sent")
 

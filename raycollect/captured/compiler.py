@@ -14,7 +14,7 @@ from raycollect.driver.pending import Argument, Pending
 from raycollect.driver.requests import Ref
 from raycollect.driver.step_plan import Stage, StepPlan
 from raycollect.engine.step_program import Collective, Given, Invocation, StepProgram, captured_key
-from raycollect.errors import RefusedError, Violation, anew, refusal
+from raycollect.errors import RefusedError, Violation, copy_error, refusal
 from raycollect.planner import Membership, Source
 
 _LAST_STEP = (1 << 32) - 1
@@ -99,7 +99,7 @@ class StepCompiler:
                 moved = tuple(replace(one, call=max(one.call, 0) + first) for one in error.violations)
                 errors.append(refusal(error.op, error.group_name, moved))
         if errors:
-            raise anew(words.tell(together(errors)))
+            raise copy_error(words.tell(together(errors)))
         return found
 
     def step_plan(self, memberships: Sequence[Membership]) -> StepPlan:

@@ -35,10 +35,10 @@ from raycollect.errors import (
     RaycollectError,
     RefusedError,
     Violation,
-    anew,
-    kept,
+    copy_error,
     located,
     refusal,
+    strip_traceback,
 )
 from raycollect.errors.text import listed
 from raycollect.planner import Membership, Source
@@ -160,13 +160,13 @@ class _Installation:
                 except RayError as exc:
                     error = self._failed(tasks.index(task), exc)
                     error.__cause__ = exc
-                    errors.append(kept(error))
+                    errors.append(strip_traceback(error))
                     until_s = min(until_s, monotonic() + GRACE_S)
             if not done:
                 break
         if errors:
             refused = [error for error in errors if isinstance(error, RefusedError)]
-            raise anew(self.words.tell(together(refused) if refused else errors[0], is_of_calls=False))
+            raise copy_error(self.words.tell(together(refused) if refused else errors[0], is_of_calls=False))
         if late:
             raise self.words.tell(self._late([homes[tasks.index(task)] for task in late]))
         return [opened[task] for task in tasks]

@@ -34,7 +34,7 @@ from raycollect.errors import (
     CaptureError,
     CollectiveTimeoutError,
     ProtocolError,
-    anew,
+    copy_error,
     refuse,
     wrong_flags,
     wrong_time_limit,
@@ -294,7 +294,7 @@ class Capture(BoundToProcess):
 
     def _collect(self, installed: Installed, tracker: PlanTracker, given: Mapping[str, Any]) -> Any:
         if tracker.error is not None:
-            raise anew(tracker.error)
+            raise copy_error(tracker.error)
         kept = installed.kept_refs(self._id, tracker.seq) if installed.kept else []
         returned = self._block.returned
         if returned is None:

@@ -19,7 +19,7 @@ from raycollect.channel.protocol import Connection, Event
 from raycollect.core import sockets, threads
 from raycollect.core.signals import Deferred
 from raycollect.core.timers import Timer
-from raycollect.errors import ChannelError, ConnectionLostError, ProtocolError, anew
+from raycollect.errors import ChannelError, ConnectionLostError, ProtocolError, copy_error
 
 _log = logging.getLogger("raycollect")
 
@@ -99,7 +99,7 @@ class Link:
         self._line.append(self._connection.payload(message))
         lost = self._write_line()
         if lost is not None:
-            raise anew(lost)
+            raise copy_error(lost)
 
     def close(self) -> None:
         """Ends the link, after the queued messages were sent, or a second. May be called twice."""

@@ -1,4 +1,4 @@
-"""The command ``raycollect bench``: what collectives take here, or what the planner is to know of this machine."""
+"""The command ``raycollect bench``: times collectives, or measures link costs for the planner."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from msgspec import structs
 from raycollect.cli.options import ADDRESS_HELP, Finite, as_json, print_json, ray_warnings_aside, refused
 from raycollect.planner.wording import columns, counted, nbytes_words, seconds_words
 
-# Operation -> which part of the whole tensor a rank gives, and which it takes; "": it works in place
+# Operation -> the part of the whole tensor that a rank gives, and the part that it takes; "": it works in place
 OPERATIONS: Mapping[str, tuple[str, str]] = {
     "allreduce": ("whole", ""),
     "broadcast": ("whole", ""),
@@ -44,7 +44,7 @@ _TIMING = ("operation", "ranks", "sizes", "backend", "runs", "ways", "address")
 
 
 def sizes_of(_context: click.Context, _parameter: click.Parameter, text: str) -> tuple[int, ...]:
-    """Reads sizes in bytes: ``4:64M``, from and to by a factor of 4, or a list, ``4,1K,1M``."""
+    """Parses sizes in bytes: ``4:64M``, a range by a factor of 4, or a list, ``4,1K,1M``."""
     sizes = [_size(size) for size in text.split(":" if ":" in text else ",")]
     if ":" not in text:
         return tuple(dict.fromkeys(sizes))
@@ -64,7 +64,7 @@ def _size(text: str) -> int:
 
 
 def ways_of(_context: click.Context, _parameter: click.Parameter, text: str) -> tuple[str, ...]:
-    """Reads a list of ways."""
+    """Parses a list of ways."""
     ways = tuple(dict.fromkeys(way.strip() for way in text.split(",")))
     for way in ways:
         if way not in WAYS:
@@ -154,8 +154,8 @@ def start_ray(address: str | None) -> None:
     """Joins a cluster, or starts Ray without its dashboard and its logs on the screen.
 
     Raises:
-        ConnectionError: Nobody answers at that address, or at the one that `RAY_ADDRESS` names.
-        RayClientError: It is one of Ray Client.
+        ConnectionError: No cluster answers at that address, or at the address that `RAY_ADDRESS` names.
+        RayClientError: It is an address of Ray Client.
     """
     import ray
 
@@ -173,14 +173,14 @@ def _calibrate(between: tuple[float, float] | None, output: str | None, as_json:
     from raycollect.cli import calibrate as measuring  # with numpy
     from raycollect.group import link_costs
 
-    found = [measuring.measure(backend) for backend in measuring.BACKENDS]
+    links = [measuring.measure(backend) for backend in measuring.BACKENDS]
     if between is not None:
-        found.append(link_costs.given(latency_s=between[0] * 1e-6, bandwidth=between[1] * 1e9 / 8))
+        links.append(link_costs.given(latency_s=between[0] * 1e-6, bandwidth=between[1] * 1e9 / 8))
     if as_json:
-        print_json([structs.asdict(one) for one in found])
+        print_json([structs.asdict(link) for link in links])
     else:
-        click.echo("\n".join(link_costs.table(found)))
+        click.echo("\n".join(link_costs.table(links)))
     path = output or str(link_costs.default_path())
     with refused(f"{path!r} can't be written", "--output"):
-        link_costs.write(path, found)
+        link_costs.write(path, links)
     click.echo(f"written to {path}", err=True)

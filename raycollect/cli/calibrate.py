@@ -1,11 +1,11 @@
-"""Measures what moving bytes costs on this host: two processes send arrays to and fro, over `shm` and over `tcp`.
+"""Measures the cost of moving bytes on this host: two processes exchange arrays, over `shm` and over `tcp`.
 
-A link is ``latency_s + n / bandwidth`` (Hockney: "The communication challenge for MPP: Intel Paragon and Meiko CS-2",
-1994). For several sizes n, the median of many round trips is halved; the line through these times has the least sum of
-squared relative errors, so that small sizes, which tell the latency, count as much as large ones.
+The time of a link is ``latency_s + n / bandwidth`` (Hockney: "The communication challenge for MPP: Intel Paragon and
+Meiko CS-2", 1994). For several sizes n, the median of many round trips is halved; the line through these times has the
+least sum of squared relative errors, so that small sizes, which determine the latency, count as much as large ones.
 
-The two ranks are processes of their own, without Ray; rank 0 keeps the time. The link between hosts can't be measured
-on one host: it keeps its default, unless it is given.
+The two ranks are processes of their own, without Ray; rank 0 measures the time. The link between hosts can't be
+measured on one host: it has its default, unless it is given.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from raycollect.core.protocols import Communicator, Joining
 from raycollect.errors import CollectiveTimeoutError, KernelError
 from raycollect.group.link_costs import MeasuredLink
 
-BACKENDS = ("shm", "tcp")  # what is measured, inside this host
-SIZES = (64, 4 << 10, 64 << 10, 1 << 20, 8 << 20)  # the bytes that are sent
-MISFIT = 4.0  # the largest factor between a time and its line with which the line is written
+BACKENDS = ("shm", "tcp")  # the links inside this host
+SIZES = (64, 4 << 10, 64 << 10, 1 << 20, 8 << 20)  # in bytes
+MISFIT = 4.0  # the largest accepted factor between a time and the line
 _TIMEOUT_S = 60.0
 _TRIPS = (9, 400)  # the least and the most round trips that are timed
-_NBYTES = 512 << 20  # about what the trips of one size send in all
-_BLOCK = 5  # round trips of which the median is taken
+_NBYTES = 512 << 20  # about the total bytes of the trips of one size
+_BLOCK = 5  # the median is taken over so many round trips
 _POLL_S = 0.002
 
 
 def measure(backend: str, sizes: Sequence[int] = SIZES, *, timeout_s: float = _TIMEOUT_S) -> MeasuredLink:
-    """Measures the link between two processes of this host, by sending `sizes` bytes, two sizes at least.
+    """Measures the link between two processes of this host, by sending `sizes` bytes, at least two sizes.
 
     Raises:
         KernelError: A process failed, or took too long, or the times are too far from any line.
@@ -61,11 +61,11 @@ def measure(backend: str, sizes: Sequence[int] = SIZES, *, timeout_s: float = _T
 
 
 def line_of(backend: str, times: Mapping[int, float]) -> MeasuredLink:
-    """The line of the least sum of squared relative errors whose latency is not below zero, from bytes -> seconds.
+    """Fits the line of the least sum of squared relative errors to bytes -> seconds, with a latency of at least zero.
 
     Raises:
-        KernelError: There is none: there are fewer than two sizes, a time is not above zero, or times do not grow with
-            the bytes. Or times are too far from it.
+        KernelError: There are fewer than two sizes, a time is not above zero, times do not grow with the bytes, or
+            times are too far from the line.
     """
     failed = partial(KernelError, op="calibrate", group_name=backend)
     if len(times) < 2 or not all(0 < time_s < float("inf") for time_s in times.values()):
@@ -97,8 +97,8 @@ def _times(backend: str, folder: str, sizes: Sequence[int], rank: int) -> dict[i
     path = Path(folder)
     ops = backends.ops_of(backend)
     spec = GroupSpec(name="calibrate", group_id=f"calibrate-{path.name}", backend=backend, world_size=2, ops=ops)
-    nobody = cast(Any, None)  # the ranks of `shm` and `tcp` meet by themselves
-    communicator = backends.load(backend)(Joining(spec, rank, _Folder(path), nobody))
+    no_exchange = cast(Any, None)  # `shm` and `tcp` agree by themselves
+    communicator = backends.load(backend)(Joining(spec, rank, _Folder(path), no_exchange))
     try:
         times = {n: _one_way_s(communicator, seq, n) for seq, n in enumerate(sizes, 1)}
     finally:
@@ -107,7 +107,7 @@ def _times(backend: str, folder: str, sizes: Sequence[int], rank: int) -> dict[i
 
 
 def _one_way_s(communicator: Communicator, seq: int, nbytes: int) -> float:
-    """Returns the time in one direction."""
+    """Returns the time of one direction."""
     rank = communicator.rank
     array = np.zeros(nbytes, np.uint8)
     launch = Launch(seq=seq, ranks=(0, 1), timeout_s=_TIMEOUT_S)
@@ -150,4 +150,4 @@ class _Folder:
                 return (self._folder / f"value.{name}").read_bytes()
             except FileNotFoundError:
                 time.sleep(_POLL_S)
-        raise CollectiveTimeoutError(detail=f"nobody published {name}", timeout_s=timeout_s)
+        raise CollectiveTimeoutError(detail=f"no rank has published {name}", timeout_s=timeout_s)

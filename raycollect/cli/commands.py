@@ -1,9 +1,9 @@
 """The command line: ``raycollect COMMAND``, or ``python -m raycollect COMMAND``.
 
-A command is a function under `main`; `bench` is in a module of its own. Ray takes a second to import, so none of it is
-imported here: a command that needs Ray imports its module when it is called. Exit codes: 0; 1 where something was
-refused, or is missing; 2 for a wrong command line; 130 where the user has stopped it (Ctrl-C). A mistake of the user's
-is told in words; with `RAYCOLLECT_DEBUG` set it is raised.
+A command is a function under `main`; `bench` is in a module of its own. Ray takes a second to import, so a command that
+needs Ray imports its module when it is called. Exit codes: 0; 1 if something was refused, or is missing; 2 for a wrong
+command line; 130 if the user has stopped it (Ctrl-C). A user's mistake is reported as text; with `RAYCOLLECT_DEBUG` set
+it is raised.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from raycollect.group.cluster_registry import GroupRecord
 
 STDOUT = "-"
-DEBUG = "RAYCOLLECT_DEBUG"  # set: an error is raised with its traceback, instead of told
-INTERRUPTED = 130  # what a shell says of a program that Ctrl-C has ended
+DEBUG = "RAYCOLLECT_DEBUG"  # if set, an error is raised with its traceback
+INTERRUPTED = 130  # the exit code of a program that Ctrl-C has ended
 _PLAIN = (RaycollectError, ConnectionError, FileNotFoundError)  # errors whose text is for the user
 
 
@@ -42,7 +42,7 @@ class _Commands(click.Group):
         except KeyboardInterrupt:
             click.echo("Interrupted.", err=True)
             ctx.exit(INTERRUPTED)
-        except BrokenPipeError:  # whoever read it has had enough; click knows what to do
+        except BrokenPipeError:  # the reader has closed the pipe; click handles it
             raise
         except _PLAIN as exc:
             if os.environ.get(DEBUG):
@@ -93,9 +93,7 @@ Examples:
     show_envvar=True,
     help="Where to write it; - is stdout, which is also the default.",
 )
-@click.option(
-    "--check", "checked", metavar="FILE", help="Read a table and say what is wrong with it, or what it holds."
-)
+@click.option("--check", "checked", metavar="FILE", help="Read a table and print its errors, or its contents.")
 @as_json
 @click.pass_context
 def rank_table(
@@ -113,13 +111,13 @@ def rank_table(
             _show(RankTable.read(checked), checked, as_json)
         else:
             raise click.UsageError("Give either --device-id or --check.")
-    except InvalidGroupError as exc:  # no group is meant here: the detail alone
+    except InvalidGroupError as exc:  # without the name of a group
         raise click.ClickException(exc.detail) from exc
 
 
 def _parsed(device_ids: str) -> Any:
     try:
-        return json.loads(device_ids.replace("'", '"'))  # Python's quotes are as good
+        return json.loads(device_ids.replace("'", '"'))  # accepts Python's quotes
     except (ValueError, RecursionError) as exc:
         problem = f'{device_ids[:100]!r} is not a nested list such as "[[0, 1], [0, 1]]": {exc}.'
         raise click.BadParameter(problem, param_hint="--device-id") from exc
@@ -153,21 +151,21 @@ Examples:
 """
 
 
-@main.command("doctor", short_help="What is here, what is missing, what installs it.", epilog=_DOCTOR_EXAMPLES)
+@main.command("doctor", short_help="Checks this machine, and how to install the rest.", epilog=_DOCTOR_EXAMPLES)
 @as_json
 @click.pass_context
 def doctor(context: click.Context, as_json: bool) -> None:
-    """Says what this machine has of what raycollect can use, what is missing, and the line that installs it.
+    """Lists what raycollect can use on this machine, what is missing, and the command that installs it.
 
-    Libraries are imported in child processes, which takes some seconds where torch is. A running Ray cluster is asked,
-    none is started. Ends with 1 where something is missing without which nothing works.
+    Libraries are imported in child processes, which takes some seconds with torch. A running Ray cluster is asked; no
+    cluster is started. The exit code is 1 if a required item is missing.
     """
     from raycollect.cli import doctor as examining
 
     findings = examining.examine()
     lacking = examining.lacking(findings)
     if as_json:
-        print_json({"ok": not lacking, "findings": [asdict(one) for one in findings]})
+        print_json({"ok": not lacking, "findings": [asdict(finding) for finding in findings]})
     else:
         said = f"missing, and required: {', '.join(lacking)}" if lacking else "nothing is missing that is required"
         click.echo("\n".join([*examining.table(findings), said]))
@@ -183,7 +181,7 @@ Examples:
   raycollect status --address 10.0.0.1:6379 --json
 """
 
-_NOT_KNOWN = "What they are doing only the process that declared the group can ask: group.status()."
+_NOT_KNOWN = "Only the process that declared the group can ask its members what they are doing: group.status()."
 
 
 @main.command("status", short_help="The declared groups of a running Ray cluster.", epilog=_STATUS_EXAMPLES)
@@ -200,28 +198,28 @@ _NOT_KNOWN = "What they are doing only the process that declared the group can a
 def status(group: str | None, address: str | None, every_s: float | None, as_json: bool) -> None:
     """Lists the declared groups of a running Ray cluster, or those of one name, and the state of their members.
 
-    Who declares a group posts who its members are. Whether their actors live is what Ray says. What they are doing
-    only the process that declared the group can ask, by group.status().
+    The process that declares a group posts its members. Ray says whether their actors are alive. Only the process that
+    declared the group can ask what they are doing, by group.status().
     """
     from raycollect.group import cluster_registry  # with Ray
 
     cluster = cluster_registry.ClusterReader(cluster_registry.find_cluster(address))
     while True:
-        found = cluster.groups(group)
+        groups = cluster.groups(group)
         if as_json:
             rows = [
                 {
-                    **structs.asdict(one),
-                    "members": [structs.asdict(member) for member in one.members],
-                    "summary": cluster_registry.summary(one.members),
+                    **structs.asdict(record),
+                    "members": [structs.asdict(member) for member in record.members],
+                    "summary": cluster_registry.summary(record.members),
                 }
-                for one in found
+                for record in groups
             ]
             click.echo(json.dumps(rows, indent=None if every_s else 2))
         else:
             if every_s:
                 click.clear()
-            click.echo("\n".join(_status_lines(cluster.address, found)))
+            click.echo("\n".join(_status_lines(cluster.address, groups)))
         if not every_s:
             return
         time.sleep(every_s)
@@ -231,15 +229,15 @@ def _status_lines(address: str, groups: Sequence[GroupRecord]) -> list[str]:
     from raycollect.group import cluster_registry
 
     lines = [f"Ray cluster at {address}: {len(groups) or 'no'} declared group{'' if len(groups) == 1 else 's'}"]
-    for one in groups:
-        rebuilt = f", rebuilt {one.epoch} times" if one.epoch else ""
-        process = f"{'actor' if one.actor_id else 'driver'} process {one.pid} on {one.host} (job {one.job_id})"
-        lines += ["", f"{one.name}: {cluster_registry.summary(one.members)}"]
-        lines += [f"  {len(one.members)} ranks over {one.backend}{rebuilt}"]
-        lines += [f"  declared {_ago(time.time() - one.since)} ago by {process}"]
+    for group in groups:
+        rebuilt = f", rebuilt {group.epoch} times" if group.epoch else ""
+        process = f"{'actor' if group.actor_id else 'driver'} process {group.pid} on {group.host} (job {group.job_id})"
+        lines += ["", f"{group.name}: {cluster_registry.summary(group.members)}"]
+        lines += [f"  {len(group.members)} ranks over {group.backend}{rebuilt}"]
+        lines += [f"  declared {_ago(time.time() - group.since)} ago by {process}"]
         rows = [
             ("rank", "actor", "state", "node", "pid", "restarts"),
-            *((str(m.rank), m.actor, m.state, m.node_id[:8], str(m.pid), str(m.restarts)) for m in one.members),
+            *((str(m.rank), m.actor, m.state, m.node_id[:8], str(m.pid), str(m.restarts)) for m in group.members),
         ]
         lines += [f"    {line}".rstrip() for line in columns(rows)]
     return [*lines, "", _NOT_KNOWN] if groups else lines

@@ -1,7 +1,7 @@
-"""What `raycollect doctor` checks: what raycollect can use on this machine, and what to do about the rest.
+"""The checks of `raycollect doctor`: what raycollect can use on this machine, and how to get the rest.
 
-A check looks, and changes nothing. Libraries are imported in child processes, since a broken one may end its process.
-Ray is asked, never started.
+A check changes nothing. Libraries are imported in child processes, since a broken library may end its process. Ray is
+asked, never started.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from raycollect.errors import InvalidArgumentError
 from raycollect.group import link_costs
 from raycollect.planner.wording import counted, nbytes_words
 
-OK, WARNING, MISSING = "ok", "warning", "missing"  # works; works, but worse than it could; does not work
+OK, WARNING, MISSING = "ok", "warning", "missing"  # works; works, but not well; does not work
 _COLOURS = {OK: "green", WARNING: "yellow", MISSING: "red"}
 
 SHARE_OF_MEMORY = 0.1  # the part of the memory that /dev/shm has to have: Ray keeps its object store there
-FEW = 4096  # too few open files, or processes, for one that drives actors
+FEW = 4096  # too few open files, or processes, for a process that drives actors
 
 _CHILD_TIMEOUT_S = 60.0  # to import torch on a busy machine takes several seconds
 _children = threading.Semaphore(4)
 
 
 class Problem(Exception):
-    """What a check has found to be wrong, in words."""
+    """The problem that a check has found, as text."""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One row of the table; nothing works without what is `required`."""
+class Finding:
+    """One row of the table; nothing works if a `required` item is missing."""
 
     section: str
     check: str
@@ -61,38 +61,38 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check; `look` returns what is there, or the rows, and raises where it is not; `cure` is what to do then."""
+    """One check; `look` returns a description, or the rows, and raises if there is a problem, which `cure` solves."""
 
     section: str
     name: str
-    look: Callable[[], str | list[Row]]
+    look: Callable[[], str | list[Finding]]
     cure: str = ""
     required: bool = False
-    state: str = WARNING  # where `look` raises and nothing is required
+    state: str = WARNING  # if `look` raises and the item is not required
 
-    def rows(self) -> list[Row]:
-        """Looks. Never raises: the other checks are of use."""
+    def rows(self) -> list[Finding]:
+        """Runs the check. Never raises, as the other checks are useful."""
         try:
-            found = self.look()
+            result = self.look()
         except Exception as exc:  # noqa: BLE001 - any
-            told = str(exc) if isinstance(exc, Problem) else threads.cause_of(exc)
+            problem = str(exc) if isinstance(exc, Problem) else threads.cause_of(exc)
             state = MISSING if self.required else self.state
-            return [Row(self.section, self.name, state, told, self.cure, self.required)]
-        return [Row(self.section, self.name, OK, found, "", self.required)] if isinstance(found, str) else found
+            return [Finding(self.section, self.name, state, problem, self.cure, self.required)]
+        return [Finding(self.section, self.name, OK, result, "", self.required)] if isinstance(result, str) else result
 
 
 def checks() -> list[Check]:
-    """All checks, in the order of the table."""
+    """Returns all checks, in the order of the table."""
     shm = "docker run --shm-size=..., or mount -o remount,size=... /dev/shm: Ray keeps its object store there"
     sealed = "a Linux that has memfd_create and lets containers call it (seccomp); until then name backend='tcp'"
-    apart = "one pid namespace, and /proc without hidepid, for all actors of a host; else tensors are copied"
-    gpu = "nothing, where there is no GPU; else install the driver, and give the GPUs to the container (--gpus all)"
+    namespaces = "one pid namespace, and /proc without hidepid, for all actors of a host; else tensors are copied"
+    gpu = "nothing, without a GPU; else install the driver, and give the GPUs to the container (--gpus all)"
     ray = "ray start --head, or correct RAY_ADDRESS; or nothing: without either, the first declaration starts a cluster"
     must_have_costs = bool(os.environ.get(link_costs.ENVIRONMENT_VARIABLE))  # else no group can be declared
     costs = "raycollect bench --calibrate" + must_have_costs * f", or unset {link_costs.ENVIRONMENT_VARIABLE}"
     reinstall = "pip install --force-reinstall '{}>={}'"
     return [
-        Check("software", "Python", python, "Linux is what shared memory and the tests are made for"),
+        Check("software", "Python", python, "use Linux, which shared memory and the tests require"),
         Check("software", "raycollect", this_package, "pip install raycollect"),
         *[
             Check("software", name, partial(package, name, least), reinstall.format(name, least), required=True)
@@ -102,7 +102,7 @@ def checks() -> list[Check]:
         Check("GPUs", "NVIDIA driver", driver, gpu, state=MISSING),
         Check("shared memory", "/dev/shm", dev_shm, shm),
         Check("shared memory", "memfd", memfd, sealed, required=True),
-        Check("shared memory", "other processes", other_processes, apart),
+        Check("shared memory", "other processes", other_processes, namespaces),
         Check("limits", "ulimit -n", partial(limit, resource.RLIMIT_NOFILE), "ulimit -n 65536, before Ray starts"),
         Check("limits", "ulimit -u", partial(limit, resource.RLIMIT_NPROC), "ulimit -u 65536, before Ray starts"),
         Check("planner", "measured costs", measured_costs, costs, required=must_have_costs),
@@ -110,19 +110,19 @@ def checks() -> list[Check]:
     ]
 
 
-def examine() -> list[Row]:
-    """Makes all checks side by side; returns their rows in the order of the table."""
+def examine() -> list[Finding]:
+    """Runs all checks concurrently; returns their rows in the order of the table."""
     looks = [threads.call_in_helper(check.rows) for check in checks()]
     return [row for look in looks for row in look.result()]
 
 
-def lacking(rows: Iterable[Row]) -> tuple[str, ...]:
-    """Returns what is required and missing."""
+def lacking(rows: Iterable[Finding]) -> tuple[str, ...]:
+    """Returns the required items that are missing."""
     return tuple(row.check for row in rows if row.required and row.state == MISSING)
 
 
-def table(rows: Sequence[Row]) -> list[str]:
-    """The rows under the headings of their sections, each with what to do below it."""
+def table(rows: Sequence[Finding]) -> list[str]:
+    """Returns the rows under the headings of their sections, each with its cure below it."""
     lines = list[str]()
     width = max((len(row.check) for row in rows), default=0)
     for section, of_section in groupby(rows, attrgetter("section")):
@@ -139,7 +139,7 @@ def run_child(code: str, timeout_s: float = _CHILD_TIMEOUT_S) -> Any:
     """Runs code in an interpreter of this environment; returns the JSON on its last line, or raises Problem."""
     folder = str(Path(raycollect.__file__).parents[1])  # the child imports this raycollect, also from its sources
     path = os.environ.get("PYTHONPATH", "")
-    if not folder.endswith("-packages"):  # in front of the path that one would hide modules of Python
+    if not folder.endswith("-packages"):  # at the front of the path, site-packages would hide modules of Python
         path = os.pathsep.join(filter(None, (folder, path)))
     command, environ = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": path}
     try:
@@ -158,33 +158,33 @@ def run_child(code: str, timeout_s: float = _CHILD_TIMEOUT_S) -> Any:
 
 
 def python() -> str:
-    """The interpreter and the system."""
-    found = f"{platform.python_version()} on {platform.system()} {platform.release()}, {platform.machine()}"
+    """Returns the interpreter and the system."""
+    description = f"{platform.python_version()} on {platform.system()} {platform.release()}, {platform.machine()}"
     if platform.system() != "Linux":
-        raise Problem(found)
-    return found
+        raise Problem(description)
+    return description
 
 
 def this_package() -> str:
-    """This package, and from where it is imported."""
-    found = f"{raycollect.__version__} in {Path(raycollect.__file__).parent}"
+    """Returns the version and the location of this package."""
+    description = f"{raycollect.__version__} in {Path(raycollect.__file__).parent}"
     if not requirements():
-        raise Problem(f"{found}, not installed")
-    return found
+        raise Problem(f"{description}, not installed")
+    return description
 
 
 def requirements() -> dict[str, str]:
-    """The packages that this one always needs, and their lowest versions; none if it is not installed."""
+    """Returns the required packages and their lowest versions; none if raycollect is not installed."""
     try:
         lines = metadata.requires("raycollect") or []
     except metadata.PackageNotFoundError:
         lines = []
-    found = (re.fullmatch(r"([\w.-]+)>=([\d.]+)", line) for line in lines)  # others are for extras
-    return {one[1]: one[2] for one in found if one}
+    matches = (re.fullmatch(r"([\w.-]+)>=([\d.]+)", line) for line in lines)  # others are for extras
+    return {match[1]: match[2] for match in matches if match}
 
 
 def package(name: str, least: str) -> str:
-    """The version of a required package, which is imported."""
+    """Imports a required package; returns its version."""
     code = f"import json, {name}, importlib.metadata\nprint(json.dumps(importlib.metadata.version({name!r})))"
     version: str = run_child(code)
     if _numbers(version) < _numbers(least):
@@ -193,17 +193,17 @@ def package(name: str, least: str) -> str:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The numbers of a version, to compare; suffixes such as in ``2.0rc1`` do not count."""
+    """Returns the numbers of a version, to compare; suffixes such as in ``2.0rc1`` do not count."""
     match = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def _with_one_library() -> list[tuple[str, ...]]:
-    """The backends, those together that need the same libraries: a broken one ends the process that loads them."""
-    found: dict[tuple[str, ...], list[str]] = {}
+    """Groups the backends by the libraries that they need: a broken library ends the process that loads it."""
+    by_libraries: dict[tuple[str, ...], list[str]] = {}
     for name, line in backends.BACKENDS.items():
-        found.setdefault((name,) if line.factory else line.libraries, []).append(name)
-    return [tuple(names) for names in found.values()]
+        by_libraries.setdefault((name,) if line.factory else line.libraries, []).append(name)
+    return [tuple(names) for names in by_libraries.values()]
 
 
 _LOAD = """
@@ -219,8 +219,8 @@ print(json.dumps(lacks))
 """
 
 
-def loaded(names: Sequence[str]) -> list[Row]:
-    """Backends: what each can do, or lacks."""
+def loaded(names: Sequence[str]) -> list[Finding]:
+    """Returns what each backend can do, or lacks."""
     try:
         lacks = run_child(_LOAD.format(names=names))
     except Problem as exc:
@@ -230,11 +230,11 @@ def loaded(names: Sequence[str]) -> list[Row]:
         line = backends.BACKENDS[name]
         if lacks[name]:
             required = not line.libraries and not line.factory
-            rows.append(Row("backends", name, MISSING, lacks[name], line.install, required))
+            rows.append(Finding("backends", name, MISSING, lacks[name], line.install, required))
             continue
         reach = "one process" if line.one_process else "several hosts" if line.cross_host else "one host"
         tested = "" if line.tested else "; not tested by this project"
-        rows.append(Row("backends", name, OK, f"{', '.join(sorted(line.devices))}; {reach}{tested}"))
+        rows.append(Finding("backends", name, OK, f"{', '.join(sorted(line.devices))}; {reach}{tested}"))
     return rows
 
 
@@ -242,7 +242,7 @@ def loaded(names: Sequence[str]) -> list[Row]:
 
 
 def driver(root: Path = Path("/proc/driver/nvidia")) -> str:
-    """The driver of NVIDIA's GPUs, and how many it sees."""
+    """Returns the driver of NVIDIA's GPUs, and how many GPUs it sees."""
     try:
         version = (root / "version").read_text().partition("\n")[0]
     except OSError:
@@ -254,25 +254,25 @@ def driver(root: Path = Path("/proc/driver/nvidia")) -> str:
 
 
 def dev_shm() -> str:
-    """The size of /dev/shm, where Ray keeps its object store, against the memory that this process may use."""
+    """Compares /dev/shm, where Ray keeps its object store, with the memory that this process may use."""
     from raycollect.pos.limit import usable_nbytes  # with numpy
 
     stat, usable = os.statvfs("/dev/shm"), usable_nbytes()
     total, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
-    found = f"{nbytes_words(total)}, {nbytes_words(free)} of it free; memory {nbytes_words(usable)}"
+    description = f"{nbytes_words(total)}, {nbytes_words(free)} of it free; memory {nbytes_words(usable)}"
     if min(total, free) < SHARE_OF_MEMORY * usable:
-        raise Problem(f"{found}: below {SHARE_OF_MEMORY:.0%}")
-    return found
+        raise Problem(f"{description}: below {SHARE_OF_MEMORY:.0%}")
+    return description
 
 
 def memfd() -> str:
-    """Whether sealed memory without a name can be made, which shm groups and arenas consist of."""
+    """Checks whether sealed memory without a name can be made, for shm groups and arenas."""
     os.close(shared_memory.create("raycollect-doctor", 1 << 20))
     return "memfd_create and its seals work"
 
 
 def other_processes() -> str:
-    """Whether a process of this user can open another one's memory, as arenas and doorbells do."""
+    """Checks whether a process of this user can open another process's memory, as arenas and doorbells do."""
     fd, token = shared_memory.create("raycollect-doctor", 4096), os.urandom(32)
     path = f"/proc/{os.getpid()}/fd/{fd}"
     try:
@@ -286,7 +286,7 @@ def other_processes() -> str:
 
 
 def limit(which: int) -> str:
-    """A limit of open files, of which a driver needs a few per actor, or of threads; each actor has dozens."""
+    """Returns the limit of open files (a driver needs a few per actor) or of threads (each actor has dozens)."""
     soft = resource.getrlimit(which)[0]
     if 0 <= soft < FEW:
         raise Problem(str(soft))
@@ -294,7 +294,7 @@ def limit(which: int) -> str:
 
 
 def measured_costs() -> str:
-    """The file of measured costs, by which the planner chooses algorithms."""
+    """Returns the file of measured costs, by which the planner chooses algorithms."""
     path, _, is_there = link_costs.looked_up(os.environ)
     if not is_there:
         raise Problem(f"no {path}: the planner uses defaults")
@@ -303,7 +303,7 @@ def measured_costs() -> str:
     except InvalidArgumentError as exc:
         (wrong,) = exc.violations
         raise Problem(f"{wrong.field} is {wrong.found}") from exc
-    return f"{path}: {', '.join(f'{one.place} over {one.backend}' for one in links) or 'no links'}"
+    return f"{path}: {', '.join(f'{link.place} over {link.backend}' for link in links) or 'no links'}"
 
 
 _CLUSTER = """
@@ -315,7 +315,7 @@ print(json.dumps([cluster.address, cluster.alive_nodes(), len(cluster.groups())]
 
 
 def cluster() -> str:
-    """The cluster that a driver here would join. It is not joined, and none is started."""
+    """Returns the cluster that a driver here would join. The check joins no cluster and starts none."""
     named = os.environ.get("RAY_ADDRESS") or None
     if named == "local":
         return "RAY_ADDRESS is local: each driver starts a cluster of its own"

@@ -1,4 +1,4 @@
-"""What `raycollect bench` times: a collective between actors, in several ways, over a range of sizes.
+"""The timings of `raycollect bench`: a collective between actors, in several ways, over a range of sizes.
 
 All ways use the same float32 tensors. Each way is checked before it is timed.
 """
@@ -18,13 +18,13 @@ from ray.exceptions import RayTaskError
 
 import raycollect as col
 from raycollect.cli.bench import OPERATIONS
-from raycollect.errors import KernelError, RaycollectError, anew
+from raycollect.errors import KernelError, RaycollectError, copy_error
 from raycollect.observe.summary import bus_factor
 
 GROUP = "raycollect-bench"
 ELEMENT_NBYTES = np.dtype(np.float32).itemsize
-WARMUP = 3  # untimed runs of each way, besides the one whose result is checked
-BURST = 5  # how many runs a way does when it is its turn
+WARMUP = 3  # untimed runs of each way, besides the run whose result is checked
+BURST = 5  # how many runs a way does in its turn
 
 
 def _arguments(operation: str, given: Any, taken: Any) -> tuple[Any, ...]:
@@ -34,13 +34,13 @@ def _arguments(operation: str, given: Any, taken: Any) -> tuple[Any, ...]:
 
 
 def whole_of(operation: str, ranks: int, nbytes: int) -> int:
-    """Converts bytes to elements: at least one for each rank, where there are pieces."""
+    """Converts bytes to elements: at least one for each rank, if there are pieces."""
     pieces = ranks if OPERATIONS[operation][1] else 1
     return max(1, nbytes // (pieces * ELEMENT_NBYTES)) * pieces
 
 
 def timed(run: Callable[[], object], count: int) -> list[float]:
-    """Runs something so many times, and returns the seconds of each run."""
+    """Runs a function `count` times, and returns the seconds of each run."""
     spent_s = []
     for _ in range(count):
         began_s = perf_counter()
@@ -50,7 +50,7 @@ def timed(run: Callable[[], object], count: int) -> list[float]:
 
 
 class Rank(col.CollectiveParticipant):
-    """The actor of one rank: it holds what the rank gives and takes, and makes calls of its own."""
+    """The actor of one rank: holds its input and output tensors, and makes calls of its own."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.given: Any = None
@@ -58,7 +58,7 @@ class Rank(col.CollectiveParticipant):
         self._rank, self._ranks = rank, ranks
 
     def prepare(self, operation: str, whole: int) -> None:
-        """Makes the tensors of an operation and a size, in the arena, in place of the last."""
+        """Makes the tensors of an operation and a size, in the arena, and drops the last ones."""
         self.given = self.taken = None
         self._operation = operation
         lengths = {"whole": whole, "piece": whole // self._ranks}
@@ -71,7 +71,7 @@ class Rank(col.CollectiveParticipant):
         return getattr(self, name)
 
     def fill(self) -> None:
-        """Sets what this rank gives to its rank plus one, and forgets its result."""
+        """Sets the input of this rank to its rank plus one, and clears its result."""
         self.taken.fill(np.nan)
         self.given.fill(self._rank + 1)
 
@@ -88,45 +88,45 @@ class Rank(col.CollectiveParticipant):
         return count
 
     def times(self, count: int) -> list[float]:
-        """Makes this rank's half of the call so many times, after all ranks have come; returns the seconds of each."""
+        """Makes this rank's part of the call `count` times, after a barrier; returns the seconds of each."""
         col.barrier(GROUP)
         call, arguments = getattr(col, self._operation), _arguments(self._operation, self.given, self.taken)
         return timed(lambda: call(*arguments, GROUP), count)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One way at one size."""
+class Timing:
+    """The times of one way at one size."""
 
     way: str
     nbytes: int
     median_s: float  # of a run, until it is done on all ranks
     p90_s: float
     algorithm_bandwidth: float  # bytes over median time, in bytes per second
-    bus_bandwidth: float  # bytes per second that are moved at least; see `raycollect.observe.summary`
+    bus_bandwidth: float  # see `raycollect.observe.summary`
 
 
 def _each(actors: Sequence[Any], method: str, *args: Any) -> list[Any]:
     try:
-        found: list[Any] = ray.get([getattr(actor, method).remote(*args) for actor in actors])
+        results: list[Any] = ray.get([getattr(actor, method).remote(*args) for actor in actors])
     except RayTaskError as exc:
         if isinstance(exc.cause, RaycollectError):
-            raise anew(exc.cause) from None
+            raise copy_error(exc.cause) from None
         raise
-    return found
+    return results
 
 
 def measure(
     operation: str, ranks: int, sizes: Sequence[int], backend: str, runs: int, ways: Sequence[str]
-) -> tuple[str, list[Row]]:
-    """Times a collective between actors, which it makes and ends.
+) -> tuple[str, list[Timing]]:
+    """Times a collective between actors, which it creates and ends.
 
     Args:
         operation: One of `OPERATIONS`.
-        ranks: How many actors, at least 2.
+        ranks: The number of actors, at least 2.
         sizes: In bytes, rounded down to whole elements, the same number (at least 1) for each rank.
-        backend: That of their group.
-        runs: How many are timed of each way at each size.
+        backend: The backend of their group.
+        runs: How many runs of each way are timed at each size.
         ways: Some of `WAYS`.
 
     Returns:
@@ -152,7 +152,7 @@ def measure(
     return group.backend, rows
 
 
-def _at_size(actors: Sequence[Any], operation: str, whole: int, runs: int, ways: Sequence[str]) -> Iterator[Row]:
+def _at_size(actors: Sequence[Any], operation: str, whole: int, runs: int, ways: Sequence[str]) -> Iterator[Timing]:
     _each(actors, "prepare", operation, whole)
     given, taken = ([actor.get.remote(name) for actor in actors] for name in ("given", "taken"))
     refs = partial(getattr(col, f"{operation}_refs"), *_arguments(operation, given, taken), GROUP)
@@ -161,13 +161,13 @@ def _at_size(actors: Sequence[Any], operation: str, whole: int, runs: int, ways:
     times_of: dict[str, Callable[[int], list[float]]] = {
         "captured": partial(timed, step.run),
         "refs": partial(timed, refs),
-        "members": lambda count: [max(one) for one in zip(*_each(actors, "times", count), strict=True)],  # the slowest
+        "members": lambda count: [max(row) for row in zip(*_each(actors, "times", count), strict=True)],  # the slowest
     }
     for way in ways:
         _check(actors, way, times_of[way])
     for way in ways:
         times_of[way](WARMUP)
-    # In another order each time: what one way leaves behind (caches, sleeping threads) the next one pays for.
+    # In random order: caches and sleeping threads of one way affect the next one.
     times: dict[str, list[float]] = {way: [] for way in ways}
     order = random.Random(whole)  # the same in each measurement
     for begun in range(0, runs, BURST):
@@ -178,11 +178,11 @@ def _at_size(actors: Sequence[Any], operation: str, whole: int, runs: int, ways:
     for way, spent_s in times.items():
         median_s, p90_s = np.percentile(spent_s, (50, 90)).tolist()
         rate = nbytes / median_s
-        yield Row(way, nbytes, median_s, p90_s, algorithm_bandwidth=rate, bus_bandwidth=rate * factor)
+        yield Timing(way, nbytes, median_s, p90_s, algorithm_bandwidth=rate, bus_bandwidth=rate * factor)
 
 
 def _check(actors: Sequence[Any], way: str, run: Callable[[int], object]) -> None:
-    """Runs the operation once; raises KernelError where an element is wrong."""
+    """Runs the operation once; raises KernelError if an element is wrong."""
     _each(actors, "fill")
     run(1)
     wrong = _each(actors, "wrong")

@@ -11,20 +11,20 @@ from typing import Any, TypeVar
 
 import click
 
-ADDRESS_HELP = "The Ray cluster, HOST:PORT; by default what RAY_ADDRESS says, else the one on this host"
+ADDRESS_HELP = "The Ray cluster, HOST:PORT; by default RAY_ADDRESS, else the cluster on this host"
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 class Finite(click.FloatRange):
-    """A number of a range; neither NaN, which compares with no bound, nor an infinite one."""
+    """A finite number of a range; click's own range accepts NaN."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Reads it, as `click.FloatRange` does."""
-        found = float(super().convert(value, param, ctx))
-        if not math.isfinite(found):
+        """Parses the number."""
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number.", param, ctx)
-        return found
+        return number
 
 
 def as_json(command: _Command) -> _Command:
@@ -38,13 +38,13 @@ def print_json(value: Any) -> None:
 
 
 def ray_warnings_aside(as_json: bool) -> AbstractContextManager[object]:
-    """Sends to stderr what Ray prints meanwhile, which is no JSON."""
+    """Redirects Ray's output to stderr if stdout is for JSON."""
     return redirect_stdout(sys.stderr) if as_json else nullcontext()
 
 
 @contextmanager
 def refused(what: str, hint: str) -> Iterator[None]:
-    """Around what the system may refuse: `what` tells the user so, and `hint` is the parameter that is at fault."""
+    """Converts an OSError or ValueError to a usage error; `what` failed, and `hint` is the parameter at fault."""
     try:
         yield
     except (OSError, ValueError) as exc:  # ValueError: no file can have such a name

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from raycollect.core import limits
-from raycollect.errors import InternalError, RaycollectError, ResourceLimitError, anew
+from raycollect.errors import InternalError, RaycollectError, ResourceLimitError, copy_error
 
 _log = logging.getLogger("raycollect")
 
@@ -60,7 +60,7 @@ def start(name: str, run: Callable[..., object], *args: object) -> threading.Thr
         error = limits.exhausted(exc, f"starting thread {name!r}")
         if error is None:
             raise
-        raise anew(error) from exc
+        raise copy_error(error) from exc
     return thread
 
 

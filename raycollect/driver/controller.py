@@ -28,7 +28,7 @@ from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.participants import Participants
 from raycollect.driver.plan_timeouts import PlanTimeouts
 from raycollect.driver.plan_tracker import Outgoing, PlanTracker
-from raycollect.errors import PlanAbortedError, UnknownGroupError, anew
+from raycollect.errors import PlanAbortedError, UnknownGroupError, copy_error
 from raycollect.member.runtime import Runtime, this_runtime
 from raycollect.observe.timeline_session import TimelineSession
 from raycollect.planner import Membership, plan_cache
@@ -75,7 +75,7 @@ class Controller:
                     lacking = limits.exhausted(exc, "starting the controller")
                     if lacking is None:
                         raise
-                    raise anew(lacking) from exc
+                    raise copy_error(lacking) from exc
                 _close_before_ray()
             return cls._current
 

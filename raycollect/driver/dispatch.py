@@ -33,8 +33,8 @@ from raycollect.errors import (
     RefusedError,
     RetryError,
     Violation,
-    kept,
     refusal,
+    strip_traceback,
 )
 from raycollect.planner import (
     Membership,
@@ -150,7 +150,7 @@ def _refusal(asked: Sequence[RequestKey]) -> RefusedError:
             plan_part(one.request(), one.group)
         except RefusedError as exc:
             if len(asked) == 1:
-                return kept(exc)
+                return strip_traceback(exc)
             found += [replace(wrong, call=number) for wrong in exc.violations]
     return refusal("batch", "", tuple(found))
 

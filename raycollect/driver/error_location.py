@@ -92,7 +92,9 @@ class ErrorLocator:
                 missing = missing_now
             error.missing, error.within = (tuple(rank for rank, _ in side) for side in (missing, within))
             if position >= 0 or not error.detail:
-                error.detail = error.told(*([f"rank {r} ({actor})" for r, actor in side] for side in (missing, within)))
+                error.detail = error.describe_missing(
+                    *([f"rank {r} ({actor})" for r, actor in side] for side in (missing, within))
+                )
         return error
 
     def _named(self, violation: Violation) -> Violation:

@@ -38,9 +38,9 @@ from raycollect.errors import (
     ParticipantDiedError,
     ProtocolError,
     RaycollectError,
-    anew,
+    copy_error,
     from_wire,
-    kept,
+    strip_traceback,
 )
 from raycollect.member import participant
 from raycollect.ray_bridge import direct_transport
@@ -205,7 +205,7 @@ class ParticipantLink:
         else:
             error = DispatchError(rank=rank, actor=actor, detail=f"{type(exc).__name__}: {exc}")
         error.__cause__ = exc
-        return kept(error)
+        return strip_traceback(error)
 
     def welcome(self, timeout_s: float) -> bool:
         """Waits for the answer to the lease; returns whether the participant takes letters from the mailbox.
@@ -219,7 +219,7 @@ class ParticipantLink:
                 op="lease", actor=self.info["actor"], detail="the actor gave no answer in time"
             )
         if self._answer is not None:
-            raise anew(self._answer)
+            raise copy_error(self._answer)
         return self.has_mailbox is True
 
     def ask(self, question: Callable[..., Message], **fields: Any) -> Future[Any]:
@@ -277,7 +277,7 @@ class ParticipantLink:
         if self.is_lost:
             return
         if not self._answered.is_set():
-            self._answer = kept(reason)
+            self._answer = strip_traceback(reason)
             self._answered.set()
         self.is_lost = True
         if self._lent_tokens is not None:

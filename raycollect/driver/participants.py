@@ -41,7 +41,7 @@ from raycollect.errors import (
     GroupBrokenError,
     PlanAbortedError,
     RaycollectError,
-    anew,
+    copy_error,
     from_wire,
     located,
 )
@@ -218,7 +218,7 @@ class Participants:
                 peer.link.close()
             lacking = limits.exhausted(exc.__cause__, f"connecting to rank {member.rank} ({member.actor})")
             if isinstance(exc, ConnectionLostError) and lacking is not None:
-                raise anew(lacking) from exc
+                raise copy_error(lacking) from exc
             if isinstance(exc, ConnectionLostError):
                 raise ActorGoneError(op="declare", rank=member.rank, actor=member.actor, detail=exc.detail) from exc
             raise
@@ -306,7 +306,7 @@ class Participants:
                 self._joining.pop(request, None)
         errors = [one.error for one in together if one.error is not None]
         if errors:
-            raise anew(next((e for e in errors if not isinstance(e, PlanAbortedError)), errors[0]))
+            raise copy_error(next((e for e in errors if not isinstance(e, PlanAbortedError)), errors[0]))
         if late:
             names = listed(f"rank {one.member.rank} ({one.member.actor})" for one in late)
             raise CollectiveTimeoutError(

@@ -38,7 +38,7 @@ from raycollect.errors import (
     RaycollectError,
     RefusedError,
 )
-from raycollect.observe import Label, Place, Ring
+from raycollect.observe import Label, Ring, TracedGroup
 from raycollect.observe.trace import PLAN, RUN
 from raycollect.planner import Membership, Plan
 
@@ -443,6 +443,6 @@ def _record(tracker: PlanTracker, ring: Ring) -> None:
 def _label(tracker: PlanTracker, ring: Ring) -> Label:
     specs = [one.spec for one in tracker.groups]
     for spec in specs:
-        ring.groups.setdefault(spec.group_id, Place.of(spec))
+        ring.groups.setdefault(spec.group_id, TracedGroup.of(spec))
     plan, groups = tracker.plan, ",".join([spec.group_id for spec in specs])
     return Label(plan.name, groups, -1, len(plan.participants), 0, len(plan.requests))

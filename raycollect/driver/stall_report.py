@@ -205,7 +205,7 @@ def _name(
     named = absent or _reports(tracker, _stuck(tracker, overdue, timeout_s), seen)
     error.reports, error.missing = named or reports, tuple([one.rank for one in named])
     names = [f"rank {one.rank} ({one.actor})" for one in error.reports]
-    error.detail = error.told(names, ()) if absent else error.unfinished(names)
+    error.detail = error.describe_missing(names, ()) if absent else error.unfinished(names)
 
 
 def _stuck(tracker: PlanTracker, overdue: Overdue, timeout_s: float) -> list[Member]:

@@ -31,7 +31,7 @@ from raycollect.errors import (
     RaycollectError,
     UnknownGroupError,
     brief,
-    kept,
+    strip_traceback,
 )
 from raycollect.errors.text import listed
 from raycollect.planner import Membership
@@ -184,7 +184,7 @@ class StepRuns:
             self.controller.check(self.memberships)
         except RaycollectError as exc:
             given_back = [at for at, (peer, _) in enumerate(self._links) if peer.actor is None]
-            self.controller.send(tracker, tracker.fail(kept(exc), unsent=given_back))
+            self.controller.send(tracker, tracker.fail(strip_traceback(exc), unsent=given_back))
 
     def _tell(self, tracker: PlanTracker, arguments: Sequence[bytes], after: list[bytes]) -> None:
         seq, number, doorbell, behind = tracker.seq, tracker.number, self.doorbell, ref(tracker)
@@ -216,7 +216,7 @@ class StepRuns:
         name, detail = group.spec.name, f"{type(exc).__name__}: {exc}"
         error = DispatchError(group_name=name, rank=member.rank, actor=member.actor, detail=detail)
         error.__cause__ = exc
-        return kept(error)
+        return strip_traceback(error)
 
     # ------------------------------------------------------------------------------------------ waiting
 

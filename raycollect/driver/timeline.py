@@ -16,7 +16,7 @@ from raycollect.observe import chrome
 from raycollect.observe.summary import Summary, summarize
 from raycollect.observe.timeline_session import STOP_S, TimelineSession
 from raycollect.observe.trace import LIMIT, MOST
-from raycollect.observe.whole import Trace
+from raycollect.observe.whole import TimelineTrace
 from raycollect.ray_bridge import ray_internals
 
 
@@ -32,7 +32,7 @@ class Timeline(BoundToProcess):
 
     def __init__(self, path: Path | None, tracing: TimelineSession, timeout_s: float) -> None:
         self.path = path
-        self.trace: Trace | None = None
+        self.trace: TimelineTrace | None = None
         self._tracing = tracing
         self._timeout_s = timeout_s
         self._undo = ray_internals.before_shutdown(tracing.drain)

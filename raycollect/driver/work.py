@@ -32,7 +32,7 @@ from raycollect.errors import (
     RefusedError,
     RetryError,
     Violation,
-    anew,
+    copy_error,
     refusal,
     refuse,
     wrong_flags,
@@ -129,7 +129,7 @@ class UnderWay(BoundToProcess, ABC):
             )
             if timeout_s is not None and timeout_s > 0:  # a mere poll does not wait for reports
                 stall_report.explain_delay(self._controller, tracker, over, timeout_s)
-            raise anew(over)
+            raise copy_error(over)
         self._is_heard = True
         if isinstance(tracker.error, CollectiveTimeoutError):
             stall_report.explain_delay(self._controller, tracker, tracker.error)
@@ -227,7 +227,7 @@ class Work(UnderWay):
         error = _explain(self._tracker)
         if error is not None:
             retrieve_errors(self._tracker.made.values())
-            raise anew(error)
+            raise copy_error(error)
         self.refs = with_results(self.refs)
         return self.refs
 

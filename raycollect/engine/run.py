@@ -29,8 +29,8 @@ from raycollect.errors import (
     PlanAbortedError,
     RaycollectError,
     RefusedError,
-    kept,
     refusal,
+    strip_traceback,
 )
 from raycollect.observe import run_steps
 from raycollect.observe.run_steps import RunStep
@@ -378,7 +378,7 @@ class Run(Launches):
             error.group_name = error.group_name or (share.group_id if share else program.agreement.group_id)
             if share and error.rank < 0 and isinstance(error, KernelError):
                 error.rank = share.rank
-        return kept(error)  # without frames, which would keep the tensors alive
+        return strip_traceback(error)  # without frames, which would keep the tensors alive
 
 
 def _home_of(communicators: Callable[[str], Communicator], domain: Domain) -> str:

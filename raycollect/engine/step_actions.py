@@ -14,7 +14,7 @@ from raycollect.core.threads import message_of
 from raycollect.engine.run import Run
 from raycollect.engine.step_program import CAPTURE_NBYTES, Collective, Given, Invocation
 from raycollect.engine.value_codec import unpack_value
-from raycollect.errors import MethodError, PlanAbortedError, ProtocolError, RaycollectError, RefusedError, anew
+from raycollect.errors import MethodError, PlanAbortedError, ProtocolError, RaycollectError, RefusedError, copy_error
 from raycollect.observe.run_steps import calls
 from raycollect.observe.stacks import is_on_the_way
 from raycollect.observe.trace import METHOD
@@ -84,7 +84,7 @@ class MethodAction:
         finally:
             if ring is not None:
                 ring.ended(METHOD, self._method, began_s, seq)
-        raise anew(error)  # outside of the handler, without the exception and its frames
+        raise copy_error(error)  # outside of the handler, without the exception and its frames
 
 
 class PlanAction:
@@ -148,7 +148,7 @@ class PlanAction:
         if self.nbytes is None:
             self.nbytes = run.bytes_done().total or None
         if outcome.error is not None:
-            raise anew(self._moved(outcome.error))
+            raise copy_error(self._moved(outcome.error))
         for slot, container in zip(self._outputs, outcome.outputs, strict=True):
             slots[slot] = container
 

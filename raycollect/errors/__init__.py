@@ -11,7 +11,7 @@
     ├── GroupError                the group, not an operand
     │   ├── UnknownGroupError   GroupExistsError   InvalidGroupError   GroupBrokenError
     │   └── UnknownBackendError   BackendNotInstalledError   BackendUnavailableError
-    ├── ControlError              who may drive whom
+    ├── ControlError              a process may not drive these actors
     │   └── ControllerConflictError   SelfDrivenError   RayClientError   ForkedError   BoundToProcessError
     ├── FaultError                something failed while a plan was in flight
     │   ├── ParticipantDiedError   ActorGoneError   CollectiveTimeoutError
@@ -19,20 +19,20 @@
     │   └── MethodError               a method that a captured step calls raised
     ├── ChannelError              the control plane
     │   ├── ProtocolError   AuthenticationError   ConnectionLostError
-    │   └── HolderUnreachableError    what holds a tensor can't be reached; the tensor is as it was
+    │   └── HolderUnreachableError    the holder of a tensor can't be reached; the tensor is unchanged
     ├── HandleError               a handle was used as the value that it stands for
-    │   └── HandleAttributeError      it was asked for an attribute that it does not have
-    ├── BatchError                a batch, or what one of its calls gave, was used where it can't be
+    │   └── HandleAttributeError      the handle has no such attribute
+    ├── BatchError                a batch, or a result of one of its calls, was used where it can't be
     ├── CaptureError              a captured step was used where it can't be
     │   ├── CaptureBrokenError        one of its runs failed, or its group has changed: capture it again
     │   └── TracedValueError   UnrecordableCallError       a step's function can't be traced
-    ├── ReentrantCallError        a finalizer, or a signal handler, made a call in the middle of another one
+    ├── ReentrantCallError        a finalizer, or a signal handler, made a call during another one
     ├── RetryError                a collective can't be run again as it was
-    ├── TimelineError             a timeline was asked for where there can't be one
-    ├── ProgressError             a progress bar was asked for, and tqdm is not installed
+    ├── TimelineError             a timeline can't be recorded or stopped here
+    ├── ProgressError             a progress bar can't be shown, as without tqdm
     ├── StoreFullError            the object store of a participant can't take more
     ├── ArenaFullError            the shared memory for tensors can't take more
-    ├── VersionError              a version of weights can't be put, or can't be had
+    ├── VersionError              a version of weights can't be put, or can't be read
     │   ├── UnknownVersionError   PublicationExistsError   PublisherReplacedError   VersionNotPutError
     │   └── VersionNotWholeError   VersionDirtyError   VersionTimeoutError   PushError
     ├── ResourceLimitError        a process has no more file descriptors, or threads
@@ -73,10 +73,10 @@ def to_wire(error: RaycollectError) -> dict[str, Any]:
 
     An error of another package's subclass is sent as its nearest base class in this package.
     """
-    cls = next(one for one in type(error).__mro__ if _ERRORS.get(one.__name__) is one)
-    if cls is RaycollectError and cls is not type(error):  # which would lose the text
+    cls = next(base for base in type(error).__mro__ if _ERRORS.get(base.__name__) is base)
+    if cls is RaycollectError and cls is not type(error):  # the base class would lose the text
         cls, error = KernelError, KernelError(detail=f"{type(error).__name__}: {error}")
-    values = {one.name: getattr(error, one.name) for one in fields(cls)}
+    values = {field.name: getattr(error, field.name) for field in fields(cls)}
     return {"type": cls.__name__, "fields": msgspec.to_builtins(values, builtin_types=(bytes,))}
 
 
@@ -96,10 +96,10 @@ def from_wire(value: dict[str, Any]) -> RaycollectError:
         raise ProtocolError(detail=f"malformed error on the wire: {exc}") from exc
 
 
-def _refuse_unknown(value: Any, told: dict[str, Any]) -> None:
-    if unknown := told.keys() - {one.name for one in fields(value)}:  # which msgspec ignores
+def _refuse_unknown(value: Any, received: dict[str, Any]) -> None:
+    if unknown := received.keys() - {field.name for field in fields(value)}:  # msgspec ignores them
         raise ProtocolError(detail=f"a {type(value).__name__} has no {', '.join(map(str, unknown))[:300]}")
-    for name, items in told.items():
+    for name, items in received.items():
         if isinstance(items, (list, tuple)):
             for part, item in zip(getattr(value, name), items, strict=True):
                 if is_dataclass(part):
@@ -107,19 +107,19 @@ def _refuse_unknown(value: Any, told: dict[str, Any]) -> None:
 
 
 _own = {
-    name: one
-    for name, one in vars().items()
-    if not name.startswith("_") and getattr(one, "__module__", "").partition("._")[0] == __name__
+    name: value
+    for name, value in vars().items()
+    if not name.startswith("_") and getattr(value, "__module__", "").partition("._")[0] == __name__
 }
-for _one in _own.values():
-    _one.__module__ = __name__  # where users find it; tracebacks and pickles name no private module
+for _value in _own.values():
+    _value.__module__ = __name__  # where users find it; tracebacks and pickles name no private module
 
 _ERRORS: dict[str, type[RaycollectError]] = {
-    name: one
-    for name, one in _own.items()
-    if isinstance(one, type) and issubclass(one, RaycollectError) and one is not PushError
+    name: value
+    for name, value in _own.items()
+    if isinstance(value, type) and issubclass(value, RaycollectError) and value is not PushError
 }
 """The classes by their names on the wire. A PushError is sent as a VersionError, as no message carries its receipts."""
 
 __all__ = list(_own)
-del _own, _one
+del _own, _value

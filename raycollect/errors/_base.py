@@ -12,9 +12,9 @@ _Error = TypeVar("_Error", bound="RaycollectError")
 
 @dataclass(eq=False)
 class RaycollectError(RuntimeError):
-    """Base of all errors of this package; a RuntimeError, as what `ray.util.collective` raises."""
+    """Base of all errors of this package; a RuntimeError, like the errors of `ray.util.collective`."""
 
-    cure: ClassVar[str] = ""  # what to do about it; empty where only the detail can tell
+    cure: ClassVar[str] = ""  # what to do; empty if the detail tells it
     _message: ClassVar[str] = ""  # formatted with `self`; if empty, the message is `detail` or the summary
 
     def __str__(self) -> str:
@@ -28,28 +28,28 @@ class RaycollectError(RuntimeError):
         return self.cure
 
     def __reduce__(self) -> tuple[Any, ...]:
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         return copyreg.__newobj__, (type(self),), values  # type: ignore[attr-defined] # since Python 2.3; see PEP 307
 
 
-def kept(error: _Error) -> _Error:
-    """Prepares an error for keeping.
+def strip_traceback(error: _Error) -> _Error:
+    """Prepares an error for storing.
 
-    The error loses its tracebacks, whose frames keep all their objects alive, and its `__context__`, which may belong
-    to the user.
+    Removes the tracebacks, whose frames keep all their objects alive, and the `__context__`, which may belong to the
+    user.
     """
-    one: BaseException | None = error
-    while one is not None:
-        one.__traceback__ = one.__context__ = None
-        one = one.__cause__
+    current: BaseException | None = error
+    while current is not None:
+        current.__traceback__ = current.__context__ = None
+        current = current.__cause__
     return error
 
 
-def anew(error: _Error) -> _Error:
-    """Copies a kept error, to be raised. Frames that a traceback adds to the kept error itself may hold its keeper."""
-    found = copy.copy(error)
-    found.__cause__ = error.__cause__
-    return found
+def copy_error(error: _Error) -> _Error:
+    """Copies a stored error, to be raised. Raising the stored error itself adds frames that may hold its owner."""
+    copied = copy.copy(error)
+    copied.__cause__ = error.__cause__
+    return copied
 
 
 def summary(cls: type) -> str:

@@ -10,7 +10,7 @@ from raycollect.errors._base import RaycollectError, culprit
 from raycollect.errors.text import MOST_LISTED, listed
 
 COULD_NOT_LOOK = "could not look: "
-"""The prefix of a process's report about itself if looking failed; the cause follows."""
+"""The prefix of a process's report about itself if the inspection failed; the cause follows."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -20,7 +20,7 @@ class FaultError(RaycollectError):
     Attributes:
         op: The operation.
         group_name: The group.
-        rank: The rank at fault; -1 if there is none.
+        rank: The rank at fault; -1 for none.
         actor: The actor of that rank.
         detail: What happened.
         story: The last events of the participant that reported the error, oldest first.
@@ -40,7 +40,7 @@ class FaultError(RaycollectError):
             where += f" on group {self.group_name!r}"
         text = f"{where}{culprit(self.rank, self.actor)}: {super()._text()}"
         if self.story and self._tells_story:
-            text += "\n  | ".join(("\nWhat the rank that reported it did last:", *self.story))
+            text += "\n  | ".join(("\nThe last events of the reporting rank:", *self.story))
         return text
 
 
@@ -61,7 +61,7 @@ class ActorGoneError(FaultError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """What a rank was doing while others waited for it.
+    """A report of what a rank was doing while others waited for it.
 
     Attributes:
         rank: The rank.
@@ -71,7 +71,7 @@ class RankReport:
         step: The rank's position in the collective: the consistency check, or a bundle of calls or a call of a captured
             step; or empty.
         awaited_s: How long others had waited for the rank in the consistency check, from the first arrival on, in
-            seconds; 0 if nobody had.
+            seconds; 0 for none.
         doing: The outermost user call under way: name, file and line; empty for none. If the process could not look:
             ``"could not look: "``, followed by the cause.
         stack: One line per frame from that call on, innermost last.
@@ -102,8 +102,8 @@ class RankReport:
         if self.doing.startswith(COULD_NOT_LOOK):
             what, place = ("is in it", f", and {self.doing}") if self.has_begun else (self.doing, "")
         last = f"; the last that it has ended is {self.ended}" if self.ended else ""
-        told = f"{who} {what}{step}{place}{last}{self._awaited}"
-        return "\n    ".join((told, *(() if self.has_begun and not self.doing else self.stack)))
+        text = f"{who} {what}{step}{place}{last}{self._awaited}"
+        return "\n    ".join((text, *(() if self.has_begun and not self.doing else self.stack)))
 
     @property
     def _awaited(self) -> str:
@@ -112,13 +112,13 @@ class RankReport:
 
 @dataclass(eq=False, kw_only=True)
 class CollectiveTimeoutError(FaultError):
-    """Not everyone came in time.
+    """Ranks did not arrive in time.
 
     Attributes:
         missing: The ranks that had not arrived. If all ranks had arrived and a kernel did not end: the ranks that gave
             no answer, or did not leave the kernel when it was aborted.
         timeout_s: The limit, in seconds.
-        reports: What these ranks were doing just after.
+        reports: The reports of these ranks, made just after.
         within: The ranks that ran the kernel with the reporting rank; empty if it waited in the consistency check.
         cut: The links between hosts on which nothing was acknowledged, by the hosts' addresses: ``"10.0.0.1 and
             10.0.0.2"``. The ranks in `missing` may be healthy then.
@@ -132,22 +132,24 @@ class CollectiveTimeoutError(FaultError):
     cure = "see what the missing ranks are doing; raise timeout_s if they are only slow"
     _tells_story: ClassVar[bool] = False  # the reporting rank only waited; the reports tell more
 
-    def told(self, who: Sequence[str], others: Sequence[str]) -> str:
+    def describe_missing(self, who: Sequence[str], others: Sequence[str]) -> str:
         """Returns the text of `detail`, from the names of the ranks in `missing` and in `within`."""
         if not others:
-            return f"after {self.timeout_s:g} s these had not arrived: {listed(who) or 'nobody'}"
+            late = f"these had not arrived: {listed(who)}" if who else "all ranks had arrived"
+            return f"after {self.timeout_s:g} s {late}"
         silent = f"these gave no answer: {listed(who)}"
         alive = "all of them answer, but not over the library's own connections, or too slowly"
         return f"after {self.timeout_s:g} s in the kernel, with {listed(others)}: {silent if who else alive}"
 
     def unfinished(self, who: Sequence[str]) -> str:
-        """Returns the text of `detail` for a caller's limit that is over, from the names of those that are not done."""
-        return f"after {self.timeout_s:g} s these had not finished: {listed(who) or 'nobody'}"
+        """Returns the text of `detail` for a caller's limit that has passed, from the names of unfinished ranks."""
+        late = f"these had not finished: {listed(who)}" if who else "all ranks had finished"
+        return f"after {self.timeout_s:g} s {late}"
 
     def _text(self) -> str:
         text = listed((super()._text(), *self.reports), "\n  - ", 1 + MOST_LISTED)
         if self.cut:
-            text += f"\nNothing was acknowledged between {listed(self.cut)}: the link is cut, or a host is gone"
+            text += f"\nNothing was acknowledged between {listed(self.cut)}: the link is cut, or a host is down"
         return text
 
     def _advice(self) -> str:
@@ -170,11 +172,11 @@ class KernelError(FaultError):
 
 @dataclass(eq=False, kw_only=True)
 class MethodError(FaultError):
-    """A method that a captured step calls raised, or returned what a run can't give back; `op` is its name.
+    """A method of a captured step raised, or returned a value that a run can't return; `op` is its name.
 
     Attributes:
-        call: The place of the call among all calls of the step, from 0.
-        raised: The type of the exception, as ``"ValueError"``; empty: it returned what can't be given back.
+        call: The index of the call among all calls of the step, from 0.
+        raised: The type of the exception, as ``"ValueError"``; empty: the returned value can't be returned by a run.
         trace: The end of its traceback, as text.
     """
 
@@ -191,17 +193,17 @@ class MethodError(FaultError):
         return "\n  | ".join((f"call {self.call} of the step, {self.op}{who}, {what}", *self.trace.splitlines()))
 
     def _advice(self) -> str:
-        plain = "let the step return plain values and arrays, read other things with an ordinary method"
+        plain = "let the step return plain values and arrays, and read other values with an ordinary method"
         return self.cure if self.raised else f"{plain}, and capture it again"
 
 
 @dataclass(eq=False, kw_only=True)
 class VersionError(RaycollectError):
-    """A version of weights can't be put or read; what methods see is as it was.
+    """A version of weights can't be put or read; the tensors that methods see are unchanged.
 
     Attributes:
         name: The name of the publication.
-        version: The version, in words; empty for none.
+        version: The version, as text; empty for none.
         rank: The rank at fault, of the publisher or of the receiver group; -1 for none.
         actor: The actor of that rank.
         detail: What happened.
@@ -219,7 +221,7 @@ class VersionError(RaycollectError):
 
 
 class UnknownVersionError(VersionError):
-    """No version of that name is there: none was put, or the publication was closed."""
+    """No such version exists: it was not put, or the publication was closed."""
 
     cure = "call publish() and put() first, and update to one of the two newest versions, which a publisher keeps"
 
@@ -227,23 +229,23 @@ class UnknownVersionError(VersionError):
 class PublisherReplacedError(VersionError):
     """Another publisher has taken this name since."""
 
-    cure = "let one publisher put versions of a name; the newer one goes on"
+    cure = "let one publisher put versions of a name; the newer publisher can continue"
 
 
 class PublicationExistsError(VersionError):
-    """Another process publishes under this name, and lives."""
+    """Another living process publishes under this name."""
 
     cure = "publish under another name; or close() the other publication, or end its process, and call publish() again"
 
 
 class VersionNotPutError(VersionError):
-    """A version was not put: a rank of the publisher failed, or replicas differ; no receiver can see anything of it."""
+    """A version was not put: a rank of the publisher failed, or replicas differ; no receiver can read it."""
 
     cure = "see the cause, and call put() again; after a death, call publish() again with the actors that live"
 
 
 class VersionNotWholeError(VersionError):
-    """A receiver could not get all parts with the right digests; the group's methods see what they saw before."""
+    """A receiver could not get all parts with the right digests; the group's methods see the last version."""
 
     cure = (
         "call update() again: it reads only what is missing; where the subscription has ended, or all of its actors, "
@@ -254,7 +256,7 @@ class VersionNotWholeError(VersionError):
 class VersionDirtyError(VersionError):
     """A method was refused: an update has begun to write this actor's tensors in place, and has not ended."""
 
-    cure = "update again; what has landed is not read again"
+    cure = "update again; parts that have landed are not read again"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -265,7 +267,7 @@ class VersionTimeoutError(VersionError):
         missing: The ranks that did not answer.
         timeout_s: The limit, in seconds.
         is_shown: Whether the other ranks show the version already; the missing ranks will before their next method.
-        reports: What the missing ranks were doing just after.
+        reports: The reports of the missing ranks, made just after.
     """
 
     missing: tuple[int, ...] = ()
@@ -278,7 +280,7 @@ class VersionTimeoutError(VersionError):
         return listed((super()._text(), *self.reports), "\n  - ", 1 + MOST_LISTED)
 
     def _advice(self) -> str:
-        return self.cure if self.missing else "call it again; raise timeout_s if what it waited for takes so long"
+        return self.cure if self.missing else "call it again; raise timeout_s if the wait takes longer"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -295,5 +297,5 @@ class PushError(VersionError):
     cure = "see the error of each group, and update those groups again"
 
     def _text(self) -> str:
-        told = (f"group {at}: {type(error).__name__}: {error._text()}" for at, error in enumerate(self.errors) if error)
-        return f"{super()._text()}\n  - " + listed(told, "\n  - ")
+        rows = (f"group {at}: {type(error).__name__}: {error._text()}" for at, error in enumerate(self.errors) if error)
+        return f"{super()._text()}\n  - " + listed(rows, "\n  - ")

@@ -15,8 +15,8 @@ class GroupError(RaycollectError):
     detail: str = ""
 
     def _text(self) -> str:
-        told = summary(type(self))
-        return f"group {self.group_name!r}: {self.detail or told[:1].lower() + told[1:]}"
+        default = summary(type(self))
+        return f"group {self.group_name!r}: {self.detail or default[:1].lower() + default[1:]}"
 
 
 class UnknownGroupError(GroupError):
@@ -61,7 +61,7 @@ class BackendUnavailableError(GroupError):
 
 
 class ControlError(RaycollectError):
-    """Who may drive whom."""
+    """A process may not drive these actors."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -84,7 +84,7 @@ class ControllerConflictError(ControlError):
 
 @dataclass(eq=False, kw_only=True)
 class SelfDrivenError(ControlError):
-    """An actor asked for a plan in which it takes part itself; it would wait for itself for ever."""
+    """An actor called a plan in which it takes part; it would wait for itself forever."""
 
     actor: str
     _message = "{self.actor} drives a plan in which it takes part: its own method would have to end first."
@@ -112,7 +112,7 @@ class BoundToProcessError(ControlError):
 
 
 class ForkedError(ControlError):
-    """A process that was forked from one that Ray is connected in; the connection is that one's."""
+    """The process was forked from one that is connected to Ray; the connection belongs to the parent."""
 
     _message = "this process was forked from one that is connected to Ray, and neither Ray nor raycollect work in it."
     cure = (
@@ -153,7 +153,7 @@ class ConnectionLostError(ChannelError):
 
 @dataclass(eq=False, kw_only=True)
 class HolderUnreachableError(ChannelError):
-    """The process that holds a tensor could not be reached in time; it may well live, and the tensor is as it was.
+    """The process that holds a tensor could not be reached in time; it may be alive, and the tensor is unchanged.
 
     Attributes:
         op: The request: ``"get"`` or ``"free"``.
@@ -182,35 +182,35 @@ class HandleError(RaycollectError, TypeError):
 
 
 class HandleAttributeError(HandleError, AttributeError):
-    """A handle was asked for an attribute that only the value may have; an AttributeError as well."""
+    """A handle has no such attribute, but its value may have it; an AttributeError as well."""
 
 
 @dataclass(eq=False, kw_only=True)
 class BatchError(RaycollectError):
-    """A batch, or what one of its calls gave, was used where it can't be; nothing was sent because of it."""
+    """A batch, or a result of one of its calls, was used where it can't be; nothing was sent because of it."""
 
     detail: str
 
 
 @dataclass(eq=False, kw_only=True)
 class CaptureError(RaycollectError):
-    """A captured step, or what stands for a value in it, was used where it can't be; nothing ran because of it."""
+    """A captured step, or a placeholder in it, was used where it can't be; nothing ran because of it."""
 
     detail: str
 
 
 @dataclass(eq=False, kw_only=True)
 class TracedValueError(CaptureError):
-    """A step's function used what stands for a value of each run as the value, while it was traced; nothing ran.
+    """A step's function used a placeholder as a value while the function was traced; nothing ran.
 
     Attributes:
-        value: The argument, or the call that gives the value.
+        value: The argument, or the call that returns the value.
         parameter: The function's parameter that holds the value; empty for results of calls.
         use: How the value was used: ``"+"``, ``"bool()"``, ``"ray.get()"``.
         where: The line, as ``"train.py:12"``.
     """
 
-    detail: str = "it stands for a value of each run, and has none while the step's function is traced"
+    detail: str = "it is a placeholder for a value of each run, and has no value while the function is traced"
     value: str
     parameter: str = ""
     use: str
@@ -269,7 +269,7 @@ class CaptureBrokenError(CaptureError):
 
 @dataclass(eq=False, kw_only=True)
 class ReentrantCallError(RaycollectError):
-    """A finalizer, or a signal handler, made a call in the middle of another call of its thread; nothing was sent."""
+    """A finalizer, or a signal handler, made a call during another call of its thread; nothing was sent."""
 
     detail: str
     cure = (
@@ -289,14 +289,14 @@ class RetryError(RaycollectError):
 
 @dataclass(eq=False, kw_only=True)
 class TimelineError(RaycollectError):
-    """A timeline was asked for where there can't be one; what was recorded before goes on."""
+    """A timeline can't be recorded or stopped here; an earlier recording continues."""
 
     detail: str
 
 
 @dataclass(eq=False, kw_only=True)
 class ProgressError(RaycollectError):
-    """A progress bar was asked for where there can't be one; nothing was waited for because of it."""
+    """A progress bar can't be shown here; nothing was waited for because of it."""
 
     detail: str
 
@@ -307,7 +307,7 @@ class StoreFullError(RaycollectError):
 
     limit: int
     _message = (
-        "the Python Object Store holds {self.limit} tensors, its limit while this Ray can't tell when a ref is gone."
+        "the Python Object Store holds {self.limit} tensors, its limit while this Ray can't tell when a ref is dropped."
     )
     cure = "raycollect.free(refs) what is no longer used"
 
@@ -339,12 +339,12 @@ class ArenaFullError(RaycollectError, MemoryError):
 
 @dataclass(eq=False, kw_only=True)
 class ResourceLimitError(RaycollectError):
-    """A process has no more file descriptors, or no more threads, to give.
+    """A process has reached its limit of file descriptors or threads.
 
     Attributes:
         resource: ``"file descriptors"`` or ``"threads"``.
         limit: How many the process may have; -1 if unknown.
-        detail: What failed because of that.
+        detail: The operation that failed.
         rank: The rank of the process; -1 for the process that raises this.
         actor: The actor of that rank.
     """

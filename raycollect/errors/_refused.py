@@ -24,9 +24,9 @@ class Violation:
     Attributes:
         kind: A key of the table `REFUSALS`, such as ``"mismatch"``.
         rank: The rank whose operand is at fault; -1 for none.
-        field: What is wrong with the operand: ``"shape"``, ``"dtype"``, ``"ref"``, ...
-        found: What was found.
-        expected: What would have been right.
+        field: The property at fault: ``"shape"``, ``"dtype"``, ``"ref"``, ...
+        found: The actual value, as text.
+        expected: The expected value, as text.
         actor: The actor of that rank, as ``Class(id)``.
         ref: The hexadecimal id of the ObjectRef.
         call: The call of a batch or captured step, from 0; -1 if there is only one.
@@ -58,12 +58,12 @@ class Violation:
 
 @dataclass(eq=False, kw_only=True)
 class RefusedError(RaycollectError):
-    """The plan was refused before anything ran; tensors are untouched and the group works on.
+    """The plan was refused before anything ran; tensors are untouched and the group stays usable.
 
     Attributes:
         op: The operation, such as ``"allreduce"``.
         group_name: The group of the call.
-        violations: All reasons, not only the first.
+        violations: All reasons.
     """
 
     op: str
@@ -72,9 +72,9 @@ class RefusedError(RaycollectError):
     cure = "correct the operands and call again; no tensor was touched"
 
     def _text(self) -> str:
-        told = listed(self.violations, "\n  - ", MOST_VIOLATIONS)
+        reasons = listed(self.violations, "\n  - ", MOST_VIOLATIONS)
         where = f" on group {self.group_name!r}" if self.group_name else ""
-        return f"{self.op}{where} was refused:\n  - {told}"
+        return f"{self.op}{where} was refused:\n  - {reasons}"
 
 
 class ForeignRefError(RefusedError):
@@ -123,12 +123,12 @@ class NotATensorError(RefusedError):
 
 
 class MismatchError(RefusedError):
-    """The ranks disagree about what to do."""
+    """The ranks' operations or arguments differ."""
 
     cure = "make op, reduce op, root, dtype and shape equal on all ranks; no tensor was touched"
 
     def _advice(self) -> str:
-        if not any(" of output" in one.field or " of input" in one.field for one in self.violations):
+        if not any(" of output" in violation.field or " of input" in violation.field for violation in self.violations):
             return self.cure
         shapes = "each output the shape of what is given to it: output i of a list that of what rank i gives"
         return f"give all pieces one dtype, and {shapes}; no tensor was touched"
@@ -150,7 +150,7 @@ class AliasError(RefusedError):
 
 
 class InvalidArgumentError(RefusedError, ValueError):
-    """An argument that makes no sense: a root, a rank, a reduce op, a time limit; a ValueError as well."""
+    """An invalid argument: a root, a rank, a reduce op, a time limit; a ValueError as well."""
 
     cure = "correct that argument and call again; no tensor was touched"
 
@@ -162,7 +162,7 @@ class LayoutError(RefusedError):
 
 
 class ConcurrentCallError(RefusedError):
-    """Several threads of a rank called a group at once, so that luck decides which calls meet on which ranks."""
+    """Several threads of a rank called a group at once, so that the order of calls may differ between ranks."""
 
     cure = (
         "let each thread use a group of its own; or let a call begin after those of other threads have ended, in an "
@@ -171,7 +171,7 @@ class ConcurrentCallError(RefusedError):
 
 
 class UnsupportedError(RefusedError):
-    """Neither the backend nor numpy has a meaning for it."""
+    """Neither the backend nor numpy supports it."""
 
     cure = "use what was expected, or another operation, reduce op, dtype, device or backend"
 
@@ -183,7 +183,7 @@ class TensorFreedError(RefusedError):
 
 
 class TensorLostError(RefusedError):
-    """A tensor whose holder is gone, was restarted, or never ran the method."""
+    """A tensor whose holder has died, was restarted, or never ran the method."""
 
     cure = "call the producing method again"
 
@@ -195,7 +195,7 @@ class TensorDirtyError(RefusedError):
 
 
 class TensorReplacedError(RefusedError):
-    """A list or dict of tensors that has other names, shapes or types than when its ref was made."""
+    """A list or dict of tensors whose names, shapes or types have changed since its ref was made."""
 
     cure = "return it from a method again and use the new ref, or write into its tensors: w['a'] += 1"
 
@@ -203,7 +203,7 @@ class TensorReplacedError(RefusedError):
 class ProducerFailedError(RefusedError):
     """The method that should have returned an operand raised; its exception is the cause of this one."""
 
-    cure = "see the cause; the other ranks did nothing and go on"
+    cure = "see the cause; the other ranks did nothing and stay usable"
 
 
 class AllocationError(RefusedError):
@@ -236,9 +236,9 @@ REFUSALS: dict[str, type[RefusedError]] = {
 """Maps a kind to the error that is raised if all violations are of that kind."""
 
 
-def wrong_argument(field: str, found: str, expected: str) -> Violation:
+def wrong_argument(field: str, actual: str, expected: str) -> Violation:
     """Returns a violation caused by an argument of the call itself."""
-    return Violation(kind="argument", field=field, found=found, expected=expected)
+    return Violation(kind="argument", field=field, found=actual, expected=expected)
 
 
 def wrong_time_limit(timeout_s: object, *, also: Collection[float | None] = (None,)) -> list[Violation]:
@@ -263,8 +263,8 @@ def is_time_limit(value: object, per_s: int = 1) -> bool:
 
 def refuse(op: str, violations: Iterable[Violation]) -> None:
     """Raises the error of these violations, if there are any."""
-    if found := tuple(violations):
-        raise refusal(op, "", found)
+    if reasons := tuple(violations):
+        raise refusal(op, "", reasons)
 
 
 def wrong_flags(**flags: object) -> list[Violation]:
@@ -278,9 +278,9 @@ def _is_flag(value: object) -> bool:
     return value is None or type(value).__name__ in ("bool", "bool_")  # numpy's, which this module does not import
 
 
-def wrong_layout(field: str, found: str, expected: str, rank: int = -1) -> Violation:
+def wrong_layout(field: str, actual: str, expected: str, rank: int = -1) -> Violation:
     """Returns a violation caused by a layout, or by a tensor that does not fit one."""
-    return Violation(kind="layout", rank=rank, field=field, found=found, expected=expected)
+    return Violation(kind="layout", rank=rank, field=field, found=actual, expected=expected)
 
 
 def refusal(op: str, group_name: str, violations: tuple[Violation, ...]) -> RefusedError:

@@ -29,9 +29,9 @@ from raycollect.errors import (
     ParticipantDiedError,
     ProtocolError,
     RaycollectError,
-    anew,
+    copy_error,
     from_wire,
-    kept,
+    strip_traceback,
 )
 from raycollect.group.bootstrap_store import BootstrapStore, LeaderRecord
 from raycollect.group.coordinator_server import CoordinatorServer, hello_of
@@ -101,12 +101,16 @@ def lead(request: BootstrapRequest, store: BootstrapStore, notices: dict[str, Co
         process_group.form()
         return process_group
     except BaseException as exc:
-        error = kept(exc) if isinstance(exc, RaycollectError) else InternalError(detail=f"joining ended: {exc!r}")
+        error = (
+            strip_traceback(exc)
+            if isinstance(exc, RaycollectError)
+            else InternalError(detail=f"joining ended: {exc!r}")
+        )
         server.fail(error, retract)
         notices[name] = server
         if not isinstance(exc, RaycollectError):
             raise
-    raise anew(error)
+    raise copy_error(error)
 
 
 def _post(request: BootstrapRequest, store: BootstrapStore, record: bytes) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 
 from raycollect.core import threads
 from raycollect.engine.run import Outcome
-from raycollect.errors import InternalError, RaycollectError, Violation, anew, kept
+from raycollect.errors import InternalError, RaycollectError, Violation, copy_error, strip_traceback
 
 
 class Callers:
@@ -89,7 +89,7 @@ class CallQueue:
         with self._changed:
             if self._closed:  # its thread may have ended
                 closed = InternalError(detail="a call on a communicator that was closed")
-                future.set_exception(anew(self._broken() or closed))
+                future.set_exception(copy_error(self._broken() or closed))
                 ended()
                 return future
             if self._worker is None:  # before queueing: starting a thread may fail
@@ -121,7 +121,7 @@ class CallQueue:
         try:
             tell = partial(future.set_result, run())
         except RaycollectError as exc:
-            tell = partial(future.set_exception, kept(exc))
+            tell = partial(future.set_exception, strip_traceback(exc))
         except BaseException as exc:  # noqa: BLE001 - the future's waiter gets it
             tell = partial(future.set_exception, threads.failed(f"a call on communicator {self._name}", exc))
         with self._changed:

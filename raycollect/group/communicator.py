@@ -28,9 +28,9 @@ from raycollect.errors import (
     GroupBrokenError,
     PlanAbortedError,
     RaycollectError,
-    anew,
+    copy_error,
     from_wire,
-    kept,
+    strip_traceback,
     to_wire,
 )
 from raycollect.group import communicator_init
@@ -258,7 +258,7 @@ class GroupCommunicator:
         try:
             backend = communicator_init.make_communicator(member.spec, member.rank, rendezvous, exchange, member.host)
         except RaycollectError as exc:
-            return kept(exc)
+            return strip_traceback(exc)
         with self._lock:
             if client.broken is None:
                 client.state, self._backend = CommunicatorState.OK, backend
@@ -270,7 +270,7 @@ class GroupCommunicator:
         """The error of plans while this participant has no communicator."""
         broken = self.client.broken
         if broken is not None:
-            return anew(broken)
+            return copy_error(broken)
         return GroupBrokenError(group_name=self._member.spec.name, detail="this participant never joined")
 
     def lost(self, rank: int) -> bool:

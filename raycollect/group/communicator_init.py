@@ -13,7 +13,14 @@ from raycollect.backends.streams import current_device, on_device
 from raycollect.core import threads
 from raycollect.core.model import GroupSpec, Launch
 from raycollect.core.protocols import Communicator, Exchange, Joining, Rendezvous
-from raycollect.errors import CollectiveTimeoutError, InternalError, PlanAbortedError, RaycollectError, anew, kept
+from raycollect.errors import (
+    CollectiveTimeoutError,
+    InternalError,
+    PlanAbortedError,
+    RaycollectError,
+    copy_error,
+    strip_traceback,
+)
 from raycollect.group.coordinator import ALL, PLANS
 from raycollect.group.coordinator_client import CHECK, CoordinatorClient, CoordinatorRendezvous
 from raycollect.pos.segments import Segments
@@ -46,7 +53,7 @@ def form(client: CoordinatorClient, deadline_s: float) -> Communicator | None:
     if isinstance(error, RaycollectError):
         if isinstance(error, CollectiveTimeoutError):  # the backend counts the ranks of the communicator
             error.missing = tuple(client.ranks[rank] for rank in error.missing)
-        raise anew(kept(error))
+        raise copy_error(strip_traceback(error))
     return making.result()
 
 

@@ -34,7 +34,7 @@ from raycollect.errors import (
     KernelError,
     PlanAbortedError,
     RaycollectError,
-    anew,
+    copy_error,
     from_wire,
 )
 from raycollect.group.coordinator import PLANS, ranks_of
@@ -204,7 +204,7 @@ class CoordinatorClient:
             self.member.flush()
             return answer.blobs
         if stop is not None:
-            raise anew(stop)
+            raise copy_error(stop)
         if answer is None:
             raise CollectiveTimeoutError(detail="the coordinator (the driver, or rank 0) does not answer")
         if timed_out or not halted():
@@ -260,7 +260,7 @@ class CoordinatorClient:
                 if call is None:
                     raise
                 self.changed.wait_for(lambda: call.stop is not None, CAUSE_S)  # a more specific error
-                raise anew(call.stop or exc) from None
+                raise copy_error(call.stop or exc) from None
 
     # ------------------------------------------------------------------------------------------ other ranks
 
@@ -329,7 +329,7 @@ class CoordinatorClient:
             if is_made():
                 return True
             if self.call is not None and self.call.stop is not None:
-                raise anew(self.call.stop)
+                raise copy_error(self.call.stop)
             if self.why_over(epoch):
                 return False
         raise CollectiveTimeoutError(op="join", detail="the members could not connect to each other in time")

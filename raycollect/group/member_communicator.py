@@ -40,7 +40,7 @@ from raycollect.errors import (
     RaycollectError,
     RefusedError,
     Violation,
-    anew,
+    copy_error,
     refusal,
 )
 from raycollect.group.call_queue import Callers, CallQueue
@@ -48,7 +48,7 @@ from raycollect.group.communicator import GroupCommunicator
 from raycollect.group.coordinator_client import CAUSE_S, CHECK, ActiveCall, CommunicatorState, RankPosition
 from raycollect.group.group_member import GroupMember
 from raycollect.group.watchdog import Watchdog
-from raycollect.observe import Label, Place
+from raycollect.observe import Label, TracedGroup
 from raycollect.observe.trace import CALL
 
 _Result = TypeVar("_Result")
@@ -129,7 +129,7 @@ class MemberCommunicator(GroupCommunicator):
         finally:
             if ring is not None:
                 spec, rank = self._member.spec, self._member.rank
-                ring.groups.setdefault(spec.group_id, Place.of(spec, rank))
+                ring.groups.setdefault(spec.group_id, TracedGroup.of(spec, rank))
                 ring.ended(CALL, op, since_s, 0, Label(op, spec.group_id, rank, len(self.ranks)))
 
     def confer(self, op: str, blob: bytes, timeout_s: float) -> Sequence[bytes]:
@@ -154,7 +154,7 @@ class MemberCommunicator(GroupCommunicator):
                 self._watchdog.begun()
                 while True:
                     if client.broken is not None:
-                        raise anew(call.stop or client.broken)
+                        raise copy_error(call.stop or client.broken)
                     if (result := run(call)) is not None:
                         return result
             except RaycollectError as exc:
@@ -190,7 +190,7 @@ class MemberCommunicator(GroupCommunicator):
             raise
         except Exception as exc:
             self._leave(unforeseen := InternalError(detail=threads.cause_of(exc)))
-            raise anew(unforeseen) from exc
+            raise copy_error(unforeseen) from exc
         except BaseException as exc:  # a signal: the other ranks wait for the next call of this rank
             self._leave(PlanAbortedError(detail=f"it was interrupted: {threads.cause_of(exc)}"))
             raise
@@ -198,7 +198,7 @@ class MemberCommunicator(GroupCommunicator):
             return outcome
         agreed = call.agreed
         if agreed and isinstance(failure, RefusedError):
-            raise anew(failure)
+            raise copy_error(failure)
         self._fail(call, failure, agreed)
         return None
 
@@ -213,7 +213,7 @@ class MemberCommunicator(GroupCommunicator):
         # Denied, or the connection to a rank has ended without a message: only this rank knows the error
         leave(raised if isinstance(raised, RefusedError | GroupBrokenError | PlanAbortedError) else None)
         if raised is not None:
-            raise anew(raised)
+            raise copy_error(raised)
 
     def _explained(self, call: ActiveCall, error: RaycollectError, agreed: bool) -> RaycollectError | None:
         """Finds the cause of a failure, which may be another rank's failure; None as in `_attempt`."""
@@ -256,7 +256,9 @@ class MemberCommunicator(GroupCommunicator):
             error.cut = error.cut or sockets.cut_links()
         if isinstance(error, CollectiveTimeoutError) and (error.missing or error.within):
             error.timeout_s = error.timeout_s or timeout_s
-            error.detail = error.told(*(list(map(member.describe, side)) for side in (error.missing, error.within)))
+            error.detail = error.describe_missing(
+                *(list(map(member.describe, side)) for side in (error.missing, error.within))
+            )
             if error.missing:
                 error.reports = error.reports or self._watchdog.reports(self.client, error.missing, self._stood)
         return error

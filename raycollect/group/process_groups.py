@@ -13,7 +13,7 @@ from raycollect.engine.run_cache import RunCache
 from raycollect.errors import GroupBrokenError, GroupExistsError
 from raycollect.group.coordinator_server import CoordinatorServer
 from raycollect.group.process_group import ProcessGroup
-from raycollect.observe import Place, Tracer
+from raycollect.observe import TracedGroup, Tracer
 
 
 class ProcessGroups:
@@ -134,7 +134,7 @@ class ProcessGroups:
         group_id, ring = process_group.spec.group_id, self.tracer.ring
         self.by_id.pop(group_id, None)
         if ring is not None:  # the timeline keeps the group's name
-            ring.groups[group_id] = Place.of(process_group.spec, process_group.rank)
+            ring.groups[group_id] = TracedGroup.of(process_group.spec, process_group.rank)
         self.close(process_group, reason)
 
     def close(self, process_group: ProcessGroup, reason: str) -> None:
@@ -147,9 +147,9 @@ class ProcessGroups:
         groups = (*tuple(self.by_id.values()), *self.all())
         return next((group.spec.name for group in groups if group.spec.group_id == group_id), group_id)
 
-    def places(self) -> dict[str, Place]:
+    def places(self) -> dict[str, TracedGroup]:
         """The groups, by id, for timelines."""
         return {
-            group.spec.group_id: Place.of(group.spec, group.rank)
+            group.spec.group_id: TracedGroup.of(group.spec, group.rank)
             for group in (*self.all(), *tuple(self.by_id.values()))
         }

@@ -16,7 +16,15 @@ from raycollect.core.model import TENSOR, GroupLike, GroupSpec, Launch, OpKind, 
 from raycollect.core.protocols import Communicator
 from raycollect.engine.agreement import Arrival, Spec, alone, encode_arrival, judge, of_alone
 from raycollect.engine.run import Outcome, Run
-from raycollect.errors import RaycollectError, RefusedError, Violation, kept, refusal, wrong_flags, wrong_time_limit
+from raycollect.errors import (
+    RaycollectError,
+    RefusedError,
+    Violation,
+    refusal,
+    strip_traceback,
+    wrong_flags,
+    wrong_time_limit,
+)
 from raycollect.group.coordinator import ALL, name_of_ranks, ranks_of
 from raycollect.group.member_communicator import Attempt
 from raycollect.group.process_group import ProcessGroup
@@ -193,7 +201,7 @@ class MemberCall:
                 verdict = judge(launch.ranks, tuple(map(of_alone, launch.ranks, blobs)))
                 return Outcome(error=refusal(spec.op, self._process_group.name, verdict.violations))
             except RaycollectError as exc:
-                return Outcome(error=kept(exc))
+                return Outcome(error=strip_traceback(exc))
             finally:
                 communicator.end(launch, False)
 

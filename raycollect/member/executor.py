@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from raycollect.core import threads
-from raycollect.errors import GroupBrokenError, PlanAbortedError, RaycollectError, kept
+from raycollect.errors import GroupBrokenError, PlanAbortedError, RaycollectError, strip_traceback
 from raycollect.member.plan_queue import PlanQueue
 from raycollect.member.reporter import Reporter
 from raycollect.member.sequencer import PlanSequencer
@@ -55,7 +55,7 @@ class Executor:
                 raise PlanAbortedError(detail=reason)
             error = run(step)
         except RaycollectError as exc:
-            error = kept(exc)  # without frames, which would keep values alive
+            error = strip_traceback(exc)  # without frames, which would keep values alive
         except Exception as exc:  # noqa: BLE001 - a bug
             error = threads.failed(what.format(seq), exc)
         finally:

@@ -27,8 +27,8 @@ from raycollect.errors import (
     ProtocolError,
     RaycollectError,
     ResourceLimitError,
-    anew,
-    kept,
+    copy_error,
+    strip_traceback,
 )
 from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.group.communicator import LAST_S
@@ -139,7 +139,7 @@ class Lease:
         except RuntimeError as exc:
             error = threads.failed("starting the thread for plans", exc)
             self.not_begun(ticket.seq, error, ticket.predecessor)
-            raise anew(error) from exc
+            raise copy_error(error) from exc
         if not received.program.makes:
             result = Future()
             result.set_result(None)
@@ -197,7 +197,7 @@ class Lease:
         elif program.makes:
             if isinstance(error, GroupBrokenError):  # after a death, before this plan was aborted
                 raise PlanAbortedError(detail=error.detail)
-            raise anew(error)
+            raise copy_error(error)
         return handles[0] if len(handles) == 1 else tuple(handles) or None
 
     def listen(self) -> bool:
@@ -216,7 +216,7 @@ class Lease:
         try:
             returned = self._carry_out(received)
         except RaycollectError as exc:
-            error = kept(exc)  # the controller has the error
+            error = strip_traceback(exc)  # the controller has the error
         except SystemExit:  # ends the actor, as in an actor task, and not only this thread
             self._participant.exits()
             os._exit(1)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from raycollect.errors import PlanAbortedError, RaycollectError, Violation, anew, refusal
+from raycollect.errors import PlanAbortedError, RaycollectError, Violation, copy_error, refusal
 from raycollect.observe import Tracer, run_steps
 
 KEPT = 4096
@@ -63,7 +63,7 @@ class Methods:
         group, only a call with ``.options(concurrency_group=...)`` reveals it, too late for earlier plans.
         """
         if self.refusals:
-            raise anew(next(iter(self.refusals.values())))
+            raise copy_error(next(iter(self.refusals.values())))
         if called_by_ray and self.is_ordered and threading.get_ident() != self._thread:
             expected = f"@ray.method(concurrency_group=...) at {called_by_ray!r}: then the actor is not ordered"
             actual = f"{called_by_ray!r} in a concurrency group that only its caller names"

@@ -18,7 +18,7 @@ from raycollect.errors import (
     CollectiveTimeoutError,
     PlanAbortedError,
     RaycollectError,
-    anew,
+    copy_error,
     refuse,
     wrong_wait,
 )
@@ -80,7 +80,7 @@ class MemberWork(BoundToProcess):
         self._is_heard = True
         error = self._future.exception()
         if isinstance(error, RaycollectError):
-            raise anew(error)
+            raise copy_error(error)
         if error is not None:
             try:
                 raise error.with_traceback(None)

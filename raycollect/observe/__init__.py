@@ -1,9 +1,9 @@
-"""What happened, for errors (`Recorder`), where the time went (`Tracer`), and how much in all (`Counters`)."""
+"""Event logs for errors (`Recorder`), spans for timelines (`Tracer`), and totals for metrics (`Counters`)."""
 
 from __future__ import annotations
 
 from raycollect.observe.counters import Counters, Tally
 from raycollect.observe.recorder import Recorder
-from raycollect.observe.trace import Label, Place, Ring, Span, Tracer
+from raycollect.observe.trace import Label, Ring, Span, TracedGroup, Tracer
 
-__all__ = ["Counters", "Label", "Place", "Recorder", "Ring", "Span", "Tally", "Tracer"]
+__all__ = ["Counters", "Label", "TracedGroup", "Recorder", "Ring", "Span", "Tally", "Tracer"]

@@ -20,7 +20,7 @@ from typing import Any
 from raycollect.core import files
 from raycollect.observe.summary import summarize
 from raycollect.observe.trace import PART, PLAN, RUN
-from raycollect.observe.whole import Missing, Process, Slice, Trace
+from raycollect.observe.whole import Missing, Process, Slice, TimelineTrace
 
 FORMAT = 2
 _ARGS = ("seq", "op", "group_id", "rank", "ranks", "nbytes", "calls", "meeting", "error", "group", "backend")
@@ -30,18 +30,18 @@ _PLANS = (PLAN, RUN)
 Event = dict[str, Any]
 
 
-def document(trace: Trace) -> dict[str, Any]:
-    """A timeline in the JSON object form of the format."""
+def document(trace: TimelineTrace) -> dict[str, Any]:
+    """Returns a timeline in the JSON object form of the format."""
     events: list[Event] = []
     tids = itertools.count(1)
     drawn = [_ProcessRows(process, number, trace.began_s) for number, process in enumerate(trace.processes, 1)]
     processes = []
-    for one in drawn:
-        events += one.heads(tids)
-        facts = {name: getattr(one.process, name) for name in ("name", "host", "pid", "uncertainty_s", "dropped")}
-        processes.append({**facts, "ranks": list(map(list, one.process.ranks)), "id": one.pid})
-    for one in drawn:
-        events += [_event(slice_, one.pid, tid, trace.began_s) for slice_, tid in one.placed]
+    for rows in drawn:
+        events += rows.heads(tids)
+        facts = {name: getattr(rows.process, name) for name in ("name", "host", "pid", "uncertainty_s", "dropped")}
+        processes.append({**facts, "ranks": list(map(list, rows.process.ranks)), "id": rows.pid})
+    for rows in drawn:
+        events += [_event(slice_, rows.pid, tid, trace.began_s) for slice_, tid in rows.placed]
     events += _flows(drawn, trace.began_s)
     return {
         "displayTimeUnit": "ms",
@@ -51,7 +51,7 @@ def document(trace: Trace) -> dict[str, Any]:
                 "began_s": trace.began_s,
                 "ended_s": trace.ended_s,
                 "processes": processes,
-                "missing": [{name: getattr(one, name) for name in Missing.__slots__} for one in trace.missing],
+                "missing": [{name: getattr(missing, name) for name in Missing.__slots__} for missing in trace.missing],
                 "dropped": trace.dropped,
                 "summary": summarize(trace).to_dict(),
             }
@@ -60,11 +60,11 @@ def document(trace: Trace) -> dict[str, Any]:
     }
 
 
-def write(trace: Trace, path: str | os.PathLike[str]) -> None:
+def write(trace: TimelineTrace, path: str | os.PathLike[str]) -> None:
     """Writes a file, atomically; one whose name ends with ``.gz`` is packed.
 
     Raises:
-        OSError: It can't be written, or the path names a device, a FIFO, a directory or a link.
+        OSError: The file can't be written, or the path names a device, a FIFO, a directory or a link.
     """
     data = json.dumps(document(trace), separators=(",", ":")).encode()
     files.write(path, gzip.compress(data, 5) if Path(path).suffix == ".gz" else data)
@@ -72,22 +72,22 @@ def write(trace: Trace, path: str | os.PathLike[str]) -> None:
 
 @dataclass
 class _ProcessRows:
-    """A process on its way into a file."""
+    """The rows of a process in a file."""
 
     process: Process
-    pid: int  # its id in the file: processes of two hosts may have the same one
+    pid: int  # its id in the file: processes of two hosts may have the same pid
     origin_s: float  # when the file's times begin
     placed: list[tuple[Slice, int]] = field(default_factory=list)  # its spans, each with the id of its row
-    rows: dict[tuple[int, int], int] = field(default_factory=dict)  # (thread, which of its rows) -> the id of the row
+    rows: dict[tuple[int, int], int] = field(default_factory=dict)  # (thread, number of the row) -> the id of the row
 
     def heads(self, tids: Iterator[int]) -> Iterator[Event]:
         yield self._named("process_name", 0, name=self.process.title)
         yield self._named("process_sort_index", 0, sort_index=self.pid)
         by_row: dict[tuple[int, bool], list[Slice]] = defaultdict(list)
-        for one in self.process.slices:
-            by_row[one.thread, one.kind in _PLANS].append(one)
-        # A plan ends on another thread than the one that has sent it: plans are rows for themselves.
-        plans = [one for (_, is_plan), some in by_row.items() if is_plan for one in some]
+        for span in self.process.slices:
+            by_row[span.thread, span.kind in _PLANS].append(span)
+        # A plan ends on another thread than the one that sent it, so plans have rows of their own.
+        plans = [span for (_, is_plan), some in by_row.items() if is_plan for span in some]
         yield from self._place(plans, -1, "plans", tids, nests=False)
         for (thread, is_plan), some in by_row.items():
             if not is_plan:
@@ -97,47 +97,47 @@ class _ProcessRows:
     def _place(
         self, slices: Sequence[Slice], thread: int, name: str, tids: Iterator[int], *, nests: bool
     ) -> Iterator[Event]:
-        for one, row in _rows(slices, self.origin_s, nests=nests):
+        for span, row in _rows(slices, self.origin_s, nests=nests):
             tid = self.rows.get((thread, row))
             if tid is None:
                 tid = self.rows[thread, row] = next(tids)
                 yield self._named("thread_name", tid, name=name if not row else f"{name} ({row + 1})")
                 yield self._named("thread_sort_index", tid, sort_index=len(self.rows))
-            self.placed.append((one, tid))
+            self.placed.append((span, tid))
 
     def _named(self, what: str, tid: int, **args: Any) -> Event:
         return {"ph": "M", "name": what, "pid": self.pid, "tid": tid, "args": args}
 
 
 def _rows(slices: Sequence[Slice], origin_s: float, *, nests: bool) -> Iterator[tuple[Slice, int]]:
-    """Each span with the first row in which it nests in what is open, or follows it."""
+    """Yields each span with the first row in which it nests in the open spans, or follows them."""
     open_: list[list[float]] = []  # by row, the ends of what is open, the innermost last
-    for one in sorted(slices, key=lambda one: (one.begin_s, -one.end_s)):
-        begin, end = _us(one.begin_s, origin_s), _us(one.end_s, origin_s)
+    for span in sorted(slices, key=lambda span: (span.begin_s, -span.end_s)):
+        begin, end = _us(span.begin_s, origin_s), _us(span.end_s, origin_s)
         for ends in open_:
             while ends and ends[-1] <= begin:
                 ends.pop()
-        found = (at for at, ends in enumerate(open_) if not ends or (nests and end <= ends[-1]))
-        row = next(found, len(open_))
+        fitting = (at for at, ends in enumerate(open_) if not ends or (nests and end <= ends[-1]))
+        row = next(fitting, len(open_))
         if row == len(open_):
             open_.append([])
         open_[row].append(end)
-        yield one, row
+        yield span, row
 
 
 def _us(at_s: float, origin_s: float) -> float:
     return round(1e6 * (at_s - origin_s), 3)
 
 
-def _event(one: Slice, pid: int, tid: int, origin_s: float) -> Event:
-    begin_us = _us(one.begin_s, origin_s)
-    args = {name: value for name in _ARGS if (value := getattr(one, name)) != _DEFAULTS[name]}
+def _event(span: Slice, pid: int, tid: int, origin_s: float) -> Event:
+    begin_us = _us(span.begin_s, origin_s)
+    args = {name: value for name in _ARGS if (value := getattr(span, name)) != _DEFAULTS[name]}
     return {
         "ph": "X",
-        "name": one.name if not one.error else f"{one.name} ({one.error})",
-        "cat": one.kind,
+        "name": span.name if not span.error else f"{span.name} ({span.error})",
+        "cat": span.kind,
         "ts": begin_us,
-        "dur": round(_us(one.end_s, origin_s) - begin_us, 3),
+        "dur": round(_us(span.end_s, origin_s) - begin_us, 3),
         "pid": pid,
         "tid": tid,
         "args": args,
@@ -145,21 +145,23 @@ def _event(one: Slice, pid: int, tid: int, origin_s: float) -> Event:
 
 
 def _flows(drawn: Sequence[_ProcessRows], origin_s: float) -> Iterator[Event]:
-    """An arrow from each plan to the outermost span of each participant's part in it."""
+    """Yields an arrow from each plan to the outermost span of each participant's part in it."""
     parts: dict[tuple[str, int], list[tuple[Slice, int, int]]] = defaultdict(list)
-    for one in drawn:
-        placed = [(part, tid) for part, tid in one.placed if part.kind == PART and part.seq and not part.meeting]
+    for rows in drawn:
+        placed = [(part, tid) for part, tid in rows.placed if part.kind == PART and part.seq and not part.meeting]
         first: dict[int, tuple[Slice, int]] = {}
-        for part, tid in sorted(placed, key=lambda found: (found[0].begin_s, -found[0].end_s)):
+        for part, tid in sorted(placed, key=lambda entry: (entry[0].begin_s, -entry[0].end_s)):
             first.setdefault(part.seq, (part, tid))
         for seq, (part, tid) in first.items():
-            parts[one.process.leader, seq].append((part, one.pid, tid))
-    plans = [(one, plan, tid) for one in drawn if one.process.leads for plan, tid in one.placed if plan.kind in _PLANS]
-    pairs = [(one, plan, tid, *part) for one, plan, tid in plans for part in parts[one.process.leader, plan.seq]]
-    for number, (one, plan, tid, part, part_pid, part_tid) in enumerate(pairs, 1):
+            parts[rows.process.leader, seq].append((part, rows.pid, tid))
+    plans = [
+        (rows, plan, tid) for rows in drawn if rows.process.leads for plan, tid in rows.placed if plan.kind in _PLANS
+    ]
+    pairs = [(rows, plan, tid, *part) for rows, plan, tid in plans for part in parts[rows.process.leader, plan.seq]]
+    for number, (rows, plan, tid, part, part_pid, part_tid) in enumerate(pairs, 1):
         begin_us = _us(plan.begin_s, origin_s)
         bind_us = max(_us(part.begin_s, origin_s), begin_us)  # clocks of two hosts may differ a little
         if bind_us <= _us(part.end_s, origin_s):
             same = {"cat": PLAN, "name": "part", "id": number}
-            yield {"ph": "s", **same, "ts": begin_us, "pid": one.pid, "tid": tid}
+            yield {"ph": "s", **same, "ts": begin_us, "pid": rows.pid, "tid": tid}
             yield {"ph": "f", "bp": "e", **same, "ts": bind_us, "pid": part_pid, "tid": part_tid}

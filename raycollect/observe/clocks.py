@@ -1,9 +1,9 @@
 """Compares the clocks of two processes by messages between them.
 
-`time.monotonic` is one clock for all processes of a host: where both have the same clock id, the offset is zero. For
-others it is estimated by Cristian's algorithm (F. Cristian, Probabilistic clock synchronization, 1989): the other clock
-is taken to have been read in the middle of the shortest round trip. The error is half of that round trip at most, even
-where the two directions differ. Two such fixes, at the beginning and at the end, give the drift.
+`time.monotonic` is one clock for all processes of a host: if both have the same clock id, the offset is zero. Otherwise
+the offset is estimated by Cristian's algorithm (F. Cristian, Probabilistic clock synchronization, 1989), which assumes
+that the other clock was read in the middle of the shortest round trip. The error is at most half of that round trip,
+even if the two directions differ. Two such fixes, at the beginning and at the end, give the drift.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from functools import lru_cache
 from pathlib import Path
 
 ROUND_TRIPS = 8
-"""How many round trips a fix is made of."""
+"""The number of round trips of a fix."""
 
 _LEAST_S = 1.0
-"""Closer fixes say nothing about drift that would not be noise."""
+"""The least time between two fixes: the drift of closer ones is noise."""
 
 
 @lru_cache(maxsize=1)
 def clock_id() -> str:
-    """The id of the clock of `time.monotonic`: boot and time namespace of this host; empty: unknown."""
+    """Returns the id of the clock of `time.monotonic`: boot and time namespace of this host; empty if unknown."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         with suppress(OSError):
@@ -34,7 +34,7 @@ def clock_id() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One round trip: sent and received by this clock, answered by the other one."""
+    """One round trip: sent and received by this clock, answered by the other clock."""
 
     sent_s: float
     remote_s: float
@@ -43,7 +43,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fix:
-    """The offset of the other clock from this one at one moment, and its error either way."""
+    """The offset of the other clock from this clock at one moment, and its error in either direction."""
 
     at_s: float
     offset_s: float
@@ -51,8 +51,8 @@ class Fix:
 
 
 def fix(samples: Iterable[Sample]) -> Fix | None:
-    """The fix by the shortest round trip; None where there is none."""
-    best = min(samples, key=lambda one: one.received_s - one.sent_s, default=None)
+    """Returns the fix by the shortest round trip; None for no samples."""
+    best = min(samples, key=lambda sample: sample.received_s - sample.sent_s, default=None)
     if best is None:
         return None
     half_s = max((best.received_s - best.sent_s) / 2, 0.0)
@@ -62,20 +62,20 @@ def fix(samples: Iterable[Sample]) -> Fix | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alignment:
-    """Converts times of the other clock to this one."""
+    """Converts times of the other clock to this clock."""
 
-    first: Fix | None = None  # a fix; None: it is the same clock
-    last: Fix | None = None  # a later fix, if there is one
+    first: Fix | None = None  # a fix; None: both processes have one clock
+    last: Fix | None = None  # a later fix, if any
 
     @property
     def uncertainty_s(self) -> float:
-        """The error of times between the fixes, either way."""
-        worst_s = max((one.uncertainty_s for one in (self.first, self.last) if one is not None), default=0.0)
-        return worst_s / (1 + min(self.drift, 0.0))  # what is wrong by the other clock is more by a faster one
+        """The error of times between the fixes, in either direction."""
+        worst_s = max((fix.uncertainty_s for fix in (self.first, self.last) if fix is not None), default=0.0)
+        return worst_s / (1 + min(self.drift, 0.0))  # in seconds of this clock
 
     @property
     def drift(self) -> float:
-        """How much faster the other clock runs, in seconds per second; 0 where that is unknown."""
+        """How much faster the other clock runs, in seconds per second; 0 if unknown."""
         first, last = self.first, self.last
         if first is None or last is None:
             return 0.0
@@ -85,7 +85,7 @@ class Alignment:
         return (last.offset_s - first.offset_s) / between_s
 
     def local(self, remote_s: float) -> float:
-        """The time of this clock when the other one showed `remote_s`."""
+        """Returns the time of this clock when the other clock showed `remote_s`."""
         first, last = self.first, self.last
         if first is None:
             return remote_s

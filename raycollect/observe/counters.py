@@ -16,7 +16,7 @@ MOST_PAIRS = 256
 OTHER = "other"
 """The group and the operation under which all further pairs are summed."""
 
-_MOST_KNOWN = 1024
+_MOST_CACHED = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -29,10 +29,10 @@ class Tally:
 
     group: str
     operation: str
-    calls: int = 0  # whose kernels have all ended well
-    nbytes: int = 0  # of these, as nccl-tests count them
-    seconds: float = 0.0  # of these, from the end of the agreement to the end of the kernels
-    wait_seconds: float = 0.0  # of the agreement of these, most of which is waiting for the other ranks
+    calls: int = 0  # calls whose kernels have all succeeded
+    nbytes: int = 0  # the bytes of these calls, as nccl-tests count them
+    seconds: float = 0.0  # the time of these calls, from the end of the agreement to the end of the kernels
+    wait_seconds: float = 0.0  # the time of their agreement, which is mostly waiting for other ranks
     failures: int = 0
 
 
@@ -52,23 +52,23 @@ class Counters:
         self.publish: Callable[[], None] = lambda: None
         self.is_idle: bool = True
         self._tallies: dict[tuple[str, str], Tally] = {}
-        self._known: dict[tuple[str, str], Tally] = {}  # by the group's id and the operation
+        self._by_id: dict[tuple[str, str], Tally] = {}  # by the group's id and the operation
         self._lock = threading.Lock()
 
     def of(self, group_id: str, operation: str) -> Tally:
         """Returns the totals to which the calls of an operation are added."""
-        found = self._known.get((group_id, operation))
-        if found is None:
+        tally = self._by_id.get((group_id, operation))
+        if tally is None:
             pair = self.name_of(group_id), operation
             with self._lock:
                 if pair not in self._tallies and len(self._tallies) >= MOST_PAIRS - 1:
                     pair = OTHER, OTHER
-                found = self._tallies.setdefault(pair, Tally(*pair))
-                if len(self._known) >= _MOST_KNOWN:
-                    self._known.clear()
-                self._known[group_id, operation] = found
+                tally = self._tallies.setdefault(pair, Tally(*pair))
+                if len(self._by_id) >= _MOST_CACHED:
+                    self._by_id.clear()
+                self._by_id[group_id, operation] = tally
             self.is_idle = True  # the process may have joined Ray since the last look
-        return found
+        return tally
 
     def wake(self) -> None:
         """Has the totals published."""

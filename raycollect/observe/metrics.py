@@ -1,4 +1,4 @@
-"""Publishes what a process has counted to Ray's metrics."""
+"""Publishes the counters of a process to Ray's metrics."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ TAGS = ("group", "operation")
 METRICS = {
     "raycollect_calls_total": ("calls", "Collectives that this rank has completed."),
     "raycollect_bytes_total": ("nbytes", "Bytes of these collectives, as nccl-tests count them."),
-    "raycollect_seconds_total": ("seconds", "Time of these, from the end of the agreement to the end of the kernels."),
+    "raycollect_seconds_total": ("seconds", "Their time, from the end of the agreement to the end of the kernels."),
     "raycollect_wait_seconds_total": (
         "wait_seconds",
-        "Time of their agreement, most of which is waiting for other ranks.",
+        "Time of their agreement, which is mostly waiting for other ranks.",
     ),
     "raycollect_failures_total": ("failures", "Runs that failed on this rank, aborted ones included."),
 }
@@ -49,7 +49,7 @@ def ray_meters() -> Mapping[str, Meter]:
 
 
 class Publisher(Watcher):
-    """Publishes totals from the timer's thread, every few seconds while they change, and only where Ray runs."""
+    """Publishes totals from the timer's thread, every few seconds while they change, and only while Ray runs."""
 
     def __init__(
         self,
@@ -71,9 +71,9 @@ class Publisher(Watcher):
             self._counters.is_idle = True  # the process may join Ray later
 
     def look(self) -> float:
-        """Publishes what was counted since the last look."""
+        """Publishes the counts since the last look."""
         counters, has_changed = self._counters, False
-        counters.is_idle = self._is_connected()  # first: what is counted from now on calls `wake`
+        counters.is_idle = self._is_connected()  # first: counts from now on call `wake`
         if not counters.is_idle:
             return math.inf
         meters = self._meters()

@@ -24,20 +24,20 @@ class Event:
 
 
 class Recorder:
-    """Keeps the last events of this process. Any thread may call it."""
+    """Stores the last events of this process. Any thread may call it."""
 
     def __init__(self, clock: Callable[[], float], *, limit: int = 512) -> None:
         self._clock = clock
-        self._events: deque[tuple[float, str, int, str]] = deque(maxlen=limit)  # an `Event` only when asked for
+        self._events: deque[tuple[float, str, int, str]] = deque(maxlen=limit)  # `story` makes them `Event` values
 
     def add(self, what: str, seq: int = 0, detail: str = "") -> None:
         """Notes an event."""
         self._events.append((self._clock(), what, seq, detail))
 
     def story(self) -> tuple[Event, ...]:
-        """The events kept, oldest first."""
+        """Returns the stored events, oldest first."""
         return tuple(Event(*event) for event in self._events.copy())
 
     def tail(self) -> list[str]:
-        """The last events as text, oldest first."""
+        """Returns the last events as text, oldest first."""
         return list(map(str, self.story()[-_TAIL:]))

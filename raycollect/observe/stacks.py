@@ -1,4 +1,4 @@
-"""Python stacks for people: from the user's own code inwards, without the frames that lead there."""
+"""Python stacks for reports: from the user's own code inwards, without the frames that lead there."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ LINE_LENGTH = 200
 
 _HERE = str(Path(__file__).parents[1])
 _ON_THE_WAY = "/concurrent/futures/", "/asyncio/", "/ray/util/tracing/", "/raycollect/member/mixin.py"
-"""Parts of paths of files that call methods: event loops and futures, Ray's hooks, and what the mixin puts around
-methods (it comes with its class, from wherever the driver has it)."""
+"""Parts of paths of files that call methods: event loops and futures, Ray's hooks, and the mixin's wrappers of methods
+(the mixin's class is pickled by the driver, with the driver's path)."""
 _THREADING = "/threading.py"
 _BEFORE_THAT = "/ray/_private/", _THREADING, "/selectors.py", "/socket.py"
-"""Files of a Ray process in which no method runs; event loops and raycollect's own threads wait in the last two. Where
-a method calls them, they are shown."""
+"""Files of a Ray process in which no method runs; event loops and raycollect's own threads wait in the last two. Frames
+in these files are shown if a method calls them."""
 
 
 class Doing(NamedTuple):
-    """What a process is doing."""
+    """The current call of a process."""
 
-    what: str  # the outermost call of the user's: its name, file and line; empty where none is under way
-    # From there on a line per frame, the innermost last; without user code, raycollect's own frames
+    what: str  # the outermost call of user code: its name, file and line; empty for none
+    # One line per frame from that call on, the innermost last; without user code, raycollect's own frames
     stack: tuple[str, ...]
 
 
 def is_on_the_way(file: str) -> bool:
-    """Whether a file is raycollect's own, or lies between it and a method of an actor."""
+    """Returns whether a file is raycollect's own, or lies between it and a method of an actor."""
     return file.startswith(_HERE) or any(part in file for part in _ON_THE_WAY)
 
 
 def what_runs() -> Doing:
-    """What this process does in its main thread, or, if no user code runs there, in another thread that runs a method.
+    """Returns the current call of the main thread, or, if no user code runs there, of another thread with a method.
 
-    A thread that the user has started counts only while it is in a call of raycollect: an actor that is idle is told as
-    idle, whatever its own threads do.
+    A thread that the user started counts only while it is in a call of raycollect. So an idle actor is reported as idle
+    even if its own threads run.
 
-    Never raises: a diagnostic must not harm what it looks at. Where looking fails, the result says why.
+    Never raises, as a diagnostic must not harm the process. If the inspection fails, the result says why.
     """
     try:
         return _what_runs()
@@ -59,23 +59,25 @@ def _what_runs() -> Doing:
     frames = sys._current_frames()
     main = threading.main_thread().ident
     try:
-        threads = [ident for ident in sorted(frames, key=lambda one: one != main) if not _is_of_user(frames[ident])]
-        found = [_doing(frames[ident]) for ident in threads]
-        return next((one for one in found if one.what), _doing(frames[main]) if main in frames else Doing("", ()))
+        threads = [ident for ident in sorted(frames, key=lambda ident: ident != main) if not _is_of_user(frames[ident])]
+        results = [_doing(frames[ident]) for ident in threads]
+        return next(
+            (doing for doing in results if doing.what), _doing(frames[main]) if main in frames else Doing("", ())
+        )
     finally:
-        del frames  # this very frame is among them
+        del frames  # it contains this frame
 
 
 def _is_of_user(frame: FrameType) -> bool:
-    """Whether a thread is one that the user has started, and is in no call of raycollect."""
-    files = [one.f_code.co_filename for one, _ in traceback.walk_stack(frame)][::-1]
+    """Returns whether the user has started a thread, and it is in no call of raycollect."""
+    files = [caller.f_code.co_filename for caller, _ in traceback.walk_stack(frame)][::-1]
     begins = next((file for file in files if not file.endswith(_THREADING)), _HERE)
     is_way = is_on_the_way(begins) or any(part in begins for part in _BEFORE_THAT)
     return files[0].endswith(_THREADING) and not is_way and not any(file.startswith(_HERE) for file in files)
 
 
 def _doing(frame: FrameType) -> Doing:
-    stack = [(one.f_code, _line_of(one)) for one, _ in traceback.walk_stack(frame)][::-1]
+    stack = [(caller.f_code, _line_of(caller)) for caller, _ in traceback.walk_stack(frame)][::-1]
     files = [code.co_filename for code, _ in stack]
     is_way = [is_on_the_way(file) or any(part in file for part in _BEFORE_THAT) for file in files]
     first = next((at for at, way in enumerate(is_way) if not way), -1)
@@ -86,12 +88,12 @@ def _doing(frame: FrameType) -> Doing:
 
 
 def _line_of(frame: FrameType) -> int:
-    """The line of a frame. From Python 3.11 on some jumps have none: then the one before them."""
+    """Returns the line of a frame. From Python 3.11 on some jumps have no line: then the line before."""
     line: int | None = frame.f_lineno
     if line is not None:
         return line
     code, at = frame.f_code, frame.f_lasti
-    before = [known for begin, _, known in code.co_lines() if begin <= at and known is not None]
+    before = [number for begin, _, number in code.co_lines() if begin <= at and number is not None]
     return before[-1] if before else code.co_firstlineno
 
 

@@ -1,9 +1,9 @@
 """Summarizes a timeline: a row per group, operation and backend.
 
-Bytes and bandwidths are those of nccl-tests (doc/PERFORMANCE.md there). The *bytes* of a collective are what each rank
-holds in full: an allreduce's tensor, an allgather's result, a reduce-scatter's input. *Algorithm bandwidth* is bytes
-over time. *Bus bandwidth* is that times the least that the operation has to move over each link of the slowest rank, so
-that it compares with the hardware whatever the number of ranks.
+Bytes and bandwidths are those of nccl-tests (doc/PERFORMANCE.md there). The *bytes* of a collective are those of the
+full tensor: an allreduce's tensor, an allgather's result, a reduce-scatter's input. *Algorithm bandwidth* is bytes over
+time. *Bus bandwidth* is algorithm bandwidth times the least share of the bytes that the slowest rank's link has to
+move, so that it compares with the hardware for any number of ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from raycollect.core import html
 from raycollect.observe.trace import CHECK, COLLECTIVE, KERNEL
-from raycollect.observe.whole import Process, Trace
+from raycollect.observe.whole import Process, TimelineTrace
 from raycollect.planner.wording import columns, counted, nbytes_words, seconds_words
 
 _BUS: Mapping[str, Callable[[int], float]] = {
@@ -29,7 +29,7 @@ _BUS: Mapping[str, Callable[[int], float]] = {
 
 
 def bus_factor(op: str, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth; 0 for a barrier or a batch, which have none."""
+    """Returns bus bandwidth over algorithm bandwidth; 0 for a barrier or a batch, which have none."""
     return _BUS[op](ranks) if op in _BUS and ranks > 0 else 0.0
 
 
@@ -42,19 +42,19 @@ class SummaryRow:
         op: The operation; ``"batch"``: whole batches, and plans of captured steps that have several calls. The calls in
             them have rows of their own, without times in the consistency check.
         backend: The backend.
-        ranks: The most ranks that took part.
-        calls: How many calls there were.
-        nbytes: The bytes of all of them, as nccl-tests count them.
-        median_s: The median time of one, in seconds: from leaving the consistency check to the end of the kernels, on
-            the slowest rank.
-        p99_s: The 99th percentile of these.
+        ranks: The largest number of ranks that took part.
+        calls: The number of calls.
+        nbytes: The bytes of all calls, as nccl-tests count them.
+        median_s: The median time of a call, in seconds: from the end of the consistency check to the end of the
+            kernels, on the slowest rank.
+        p99_s: The 99th percentile of these times.
         algorithm_bandwidth: In bytes per second; 0: nothing was moved.
         bus_bandwidth: In bytes per second.
-        waiting: The share of the ranks' time that they waited in the consistency check, from 0 to 1.
-        skew_s: How much later than the first the last rank came to the consistency check, in seconds: the median.
+        waiting: The share of the ranks' time in the consistency check, from 0 to 1.
+        skew_s: The median delay between the first and the last rank's arrival at the consistency check, in seconds.
         worst_skew_s: The largest such delay.
-        last_rank: The rank that came last most often; -1: no consistency check had several ranks.
-        last_share: At what share of the consistency checks it came last.
+        last_rank: The rank that was last most often; -1: no consistency check had several ranks.
+        last_share: The share of the consistency checks at which it was last.
     """
 
     group: str
@@ -110,10 +110,10 @@ class Summary:
     """A timeline in numbers.
 
     Attributes:
-        rows: By group, operation and backend; what took longest in all comes first.
+        rows: By group, operation and backend; the largest total time comes first.
         duration_s: How long was recorded, in seconds.
         processes: How many processes have recorded.
-        missing: What could not be collected, in words.
+        missing: Descriptions of spans that could not be collected.
         dropped: How many entries were overwritten because rings were full.
     """
 
@@ -124,7 +124,7 @@ class Summary:
     dropped: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, for JSON."""
+        """Returns plain values, for JSON."""
         return asdict(self)
 
     @property
@@ -133,7 +133,7 @@ class Summary:
 
     @property
     def _notes(self) -> list[str]:
-        notes = [f"missing: {one}" for one in self.missing]
+        notes = [f"missing: {missing}" for missing in self.missing]
         if self.dropped:
             notes.append(f"{self.dropped} entries were overwritten: record for less time, or with a higher limit")
         return notes
@@ -142,7 +142,7 @@ class Summary:
         rows = [_HEAD, *map(_cells, self.rows)]
         lines = [self._title, *(line.rstrip() for line in columns(rows, _RIGHT) if self.rows)]
         if not self.rows:
-            lines.append("no collective has ended in it")
+            lines.append("no collective has ended")
         return "\n".join([*lines, *self._notes])
 
     def __repr__(self) -> str:
@@ -150,18 +150,18 @@ class Summary:
 
     @html.shown
     def _repr_html_(self) -> str:
-        told = html.table(_HEAD, map(_cells, self.rows), right=_RIGHT, count=len(self.rows))
-        return html.block("summary", self._title, told, html.lines(self._notes) if self._notes else "")
+        table = html.table(_HEAD, map(_cells, self.rows), right=_RIGHT, count=len(self.rows))
+        return html.block("summary", self._title, table, html.lines(self._notes) if self._notes else "")
 
 
 _Row = tuple[str, str, str]
 _Meeting = tuple[str, str, str, int, int]
-"""(controller, call id of members' own calls, group id, launch, which of its pieces)."""
+"""(controller, call id of members' own calls, group id, launch, index of its piece)."""
 
 
 @dataclass(slots=True)
-class _Call:
-    """One collective, as its ranks saw it."""
+class _CollectiveCall:
+    """One collective, with the times of its ranks."""
 
     row: _Row
     ranks: int
@@ -173,27 +173,29 @@ class _Call:
 
 @dataclass(slots=True)
 class _Check:
-    """One agreement: rank -> (when it came, when it left)."""
+    """One agreement: rank -> (when it arrived, when it left)."""
 
     row: _Row
     stays: dict[int, tuple[float, float]]
 
 
-def summarize(trace: Trace) -> Summary:
+def summarize(trace: TimelineTrace) -> Summary:
     """Summarizes a timeline."""
-    calls: dict[_Meeting, _Call] = {}
+    calls: dict[_Meeting, _CollectiveCall] = {}
     checks: dict[_Meeting, _Check] = {}
     for process in trace.processes:
         _gather(process, calls, checks)
-    by_row: dict[_Row, tuple[list[_Call], list[_Check]]] = defaultdict(lambda: ([], []))
+    by_row: dict[_Row, tuple[list[_CollectiveCall], list[_Check]]] = defaultdict(lambda: ([], []))
     for call in calls.values():
         if not call.has_failed:  # on any rank
             by_row[call.row][0].append(call)
     for check in checks.values():
         by_row[check.row][1].append(check)
-    rows = [(sum(max(one.took_s) for one in some), _row(row, some, met)) for row, (some, met) in by_row.items() if some]
+    rows = [
+        (sum(max(call.took_s) for call in some), _row(row, some, met)) for row, (some, met) in by_row.items() if some
+    ]
     return Summary(
-        rows=tuple(row for _, row in sorted(rows, key=lambda one: -one[0])),
+        rows=tuple(row for _, row in sorted(rows, key=lambda entry: -entry[0])),
         duration_s=trace.ended_s - trace.began_s,
         processes=len(trace.processes),
         missing=tuple(map(str, trace.missing)),
@@ -201,32 +203,32 @@ def summarize(trace: Trace) -> Summary:
     )
 
 
-def _gather(process: Process, calls: dict[_Meeting, _Call], checks: dict[_Meeting, _Check]) -> None:
+def _gather(process: Process, calls: dict[_Meeting, _CollectiveCall], checks: dict[_Meeting, _Check]) -> None:
     pieces = Counter[tuple[str, str, int, str]]()
-    for one in process.slices:
-        leader = "" if one.meeting else process.leader
-        row = one.group, one.op, one.backend
-        if one.kind == CHECK and one.op:
-            check = checks.setdefault((leader, one.meeting, one.group_id, one.seq, 0), _Check(row, {}))
-            came_s, went_s = check.stays.get(one.rank, (one.begin_s, one.end_s))
-            check.stays[one.rank] = min(came_s, one.begin_s), max(went_s, one.end_s)
-        elif one.kind in (COLLECTIVE, KERNEL) and one.calls:
-            key = one.meeting, one.group_id, one.seq, one.op
-            place = (leader, one.meeting, f"{one.group_id} {one.op}", one.seq, pieces[key])
+    for span in process.slices:
+        leader = "" if span.meeting else process.leader
+        row = span.group, span.op, span.backend
+        if span.kind == CHECK and span.op:
+            check = checks.setdefault((leader, span.meeting, span.group_id, span.seq, 0), _Check(row, {}))
+            arrived_s, left_s = check.stays.get(span.rank, (span.begin_s, span.end_s))
+            check.stays[span.rank] = min(arrived_s, span.begin_s), max(left_s, span.end_s)
+        elif span.kind in (COLLECTIVE, KERNEL) and span.calls:
+            key = span.meeting, span.group_id, span.seq, span.op
+            place = (leader, span.meeting, f"{span.group_id} {span.op}", span.seq, pieces[key])
             pieces[key] += 1
-            call = calls.setdefault(place, _Call(row, one.ranks, one.calls, one.nbytes, []))
-            call.nbytes = max(call.nbytes, one.nbytes)
-            call.took_s.append(one.end_s - one.begin_s)
-            call.has_failed = call.has_failed or bool(one.error)
+            call = calls.setdefault(place, _CollectiveCall(row, span.ranks, span.calls, span.nbytes, []))
+            call.nbytes = max(call.nbytes, span.nbytes)
+            call.took_s.append(span.end_s - span.begin_s)
+            call.has_failed = call.has_failed or bool(span.error)
 
 
-def _row(row: _Row, calls: Sequence[_Call], checks: Sequence[_Check]) -> SummaryRow:
-    times = sorted(max(one.took_s) for one in calls)
-    nbytes, total_s = sum(one.nbytes for one in calls), sum(times)
+def _row(row: _Row, calls: Sequence[_CollectiveCall], checks: Sequence[_Check]) -> SummaryRow:
+    times = sorted(max(call.took_s) for call in calls)
+    nbytes, total_s = sum(call.nbytes for call in calls), sum(times)
     rate = nbytes / total_s if total_s else 0.0
-    ranks = max(one.ranks for one in calls)
-    waited_s = sum(went - came for check in checks for came, went in check.stays.values())
-    worked_s = sum(sum(one.took_s) for one in calls)
+    ranks = max(call.ranks for call in calls)
+    waited_s = sum(left - arrived for check in checks for arrived, left in check.stays.values())
+    worked_s = sum(sum(call.took_s) for call in calls)
     skews = sorted(_skews(checks))
     last = Counter(_last(check) for check in checks if len(check.stays) > 1).most_common(1)
     group, op, backend = row
@@ -235,7 +237,7 @@ def _row(row: _Row, calls: Sequence[_Call], checks: Sequence[_Check]) -> Summary
         op=op,
         backend=backend,
         ranks=ranks,
-        calls=sum(one.calls for one in calls),
+        calls=sum(call.calls for call in calls),
         nbytes=nbytes,
         median_s=statistics.median(times),
         p99_s=times[math.ceil(0.99 * len(times)) - 1],
@@ -252,8 +254,8 @@ def _row(row: _Row, calls: Sequence[_Call], checks: Sequence[_Check]) -> Summary
 def _skews(checks: Iterable[_Check]) -> Iterator[float]:
     for check in checks:
         if len(check.stays) > 1:
-            came = [came_s for came_s, _ in check.stays.values()]
-            yield max(came) - min(came)
+            arrivals = [arrived_s for arrived_s, _ in check.stays.values()]
+            yield max(arrivals) - min(arrivals)
 
 
 def _last(check: _Check) -> int:

@@ -1,7 +1,7 @@
 """A timeline while it is recorded, in this process and in the participants that it drives.
 
-There is one at a time per process. Participants are asked over the control channel, which answers while methods run. A
-participant that is gone, or does not answer in time, is left out and named.
+A process records one timeline at a time. Participants are asked over the control channel, which answers while methods
+run. A participant that has ended, or does not answer in time, is left out and listed as missing.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any, Protocol
 
 from raycollect.channel.messages import Collect, Message, Record, Tick, Ticked, Unable
 from raycollect.errors import TimelineError
-from raycollect.observe import Place, Ring, Tracer, chrome
+from raycollect.observe import Ring, TracedGroup, Tracer, chrome
 from raycollect.observe.clocks import ROUND_TRIPS, SAME_CLOCK, Alignment, Fix, Sample, clock_id, fix
 from raycollect.observe.trace import LIMIT, decode_recorded
-from raycollect.observe.whole import Missing, Process, Trace, process_of
+from raycollect.observe.whole import Missing, Process, TimelineTrace, process_of
 from raycollect.ray_bridge import ray_internals
 
 _log = logging.getLogger("raycollect")
@@ -31,45 +31,49 @@ _log = logging.getLogger("raycollect")
 ENVIRONMENT_VARIABLE = "RAYCOLLECT_TIMELINE"
 
 STOP_S = 10.0
-"""The default for how long participants may take to send what they have recorded, in seconds."""
+"""How long participants may take by default to send their spans, in seconds."""
 BEGIN_S = 3.0
-"""How long the beginning waits for participants."""
+"""How long to wait for participants at the beginning, in seconds."""
 LEAVING_S = 3.0
-"""How long to wait for one that is given back meanwhile."""
+"""How long to wait for a participant that is released meanwhile, in seconds."""
 _CLOCK_S = 2.0
-"""How much of that is for the clocks of other hosts."""
+"""The share of that time for the clocks of other hosts, in seconds."""
 
 _GONE = "its process, or the connection to it, has ended"
 _SILENT = "it did not answer in time"
 
 
-Groups = Callable[[], Mapping[str, Place]]
-"""Gives the groups of this process, by id."""
+Groups = Callable[[], Mapping[str, TracedGroup]]
+"""Returns the groups of this process, by id."""
 
 
-class Peer(Protocol):
+class RecordedPeer(Protocol):
     """A participant that can be asked to record; implemented by `driver.participant_link`."""
 
     @property
     def info(self) -> Mapping[str, Any]:
-        """Its actor, its process and its address."""
+        """The actor, the process and the address."""
 
     def ask(self, question: Callable[..., Message], **fields: Any) -> Future[Any]:
-        """Asks it something; the result is the answer, or None where its connection ends first."""
+        """Sends a question; the result is the answer, or None if the connection ends first."""
 
 
-def round_trips(peer: Peer, clock: Callable[[], float] = monotonic, count: int = ROUND_TRIPS) -> Future[Fix | None]:
-    """Compares clocks with a participant on the hub's thread; the result is None where it gave no answer."""
+def round_trips(
+    peer: RecordedPeer, clock: Callable[[], float] = monotonic, count: int = ROUND_TRIPS
+) -> Future[Fix | None]:
+    """Compares clocks with a participant on the hub's thread; the result is None if it gave no answer."""
     done = Future[Fix | None]()
     _ask(peer, clock, count, done, [])
     return done
 
 
-def _ask(peer: Peer, clock: Callable[[], float], count: int, done: Future[Fix | None], samples: list[Sample]) -> None:
+def _ask(
+    peer: RecordedPeer, clock: Callable[[], float], count: int, done: Future[Fix | None], samples: list[Sample]
+) -> None:
     sent_s = clock()
 
-    def answered(asked: Future[Ticked | None]) -> None:
-        received_s, tick = clock(), asked.result()
+    def answered(answer: Future[Ticked | None]) -> None:
+        received_s, tick = clock(), answer.result()
         if tick is not None:
             samples.append(Sample(sent_s=sent_s, remote_s=tick.at_s, received_s=received_s))
         if tick is None or len(samples) == count:
@@ -83,23 +87,23 @@ def _ask(peer: Peer, clock: Callable[[], float], count: int, done: Future[Fix | 
 class _Tracked:
     """A participant that was asked to record."""
 
-    def __init__(self, peer: Peer, limit: int) -> None:
+    def __init__(self, peer: RecordedPeer, limit: int) -> None:
         self.peer = peer
-        # Its clock at the beginning; None: this process's clock, or not known
+        # The fix of its clock at the beginning; None: it has this process's clock, or the clock is unknown
         self.first: Future[Fix | None] | None = None
         self.refusal = ""
         self.clock = ""
-        self.process: Process | None = None  # what it has recorded, once that is collected for good
-        self.asked = Future[None]()  # done when it has answered; the future of the question would keep this alive
+        self.process: Process | None = None  # its recording, once that is final
+        self.answered = Future[None]()  # done when it has answered; the question's future would keep this object alive
         peer.ask(Record, limit=limit).add_done_callback(self._began)
 
-    def _began(self, asked: Future[Ticked | None]) -> None:
-        tick = asked.result()
+    def _began(self, answer: Future[Ticked | None]) -> None:
+        tick = answer.result()
         if tick is not None:
             self.clock, self.refusal = tick.clock, tick.refusal
             if not tick.refusal and (not tick.clock or tick.clock != clock_id()):
                 self.first = round_trips(self.peer)
-        self.asked.set_result(None)
+        self.answered.set_result(None)
 
     def missing(self, why: str) -> Missing:
         info = self.peer.info
@@ -107,38 +111,38 @@ class _Tracked:
 
 
 class Timelines:
-    """The timelines that a process records of itself and of what it drives, one at a time. Any thread may call it.
+    """The timelines of a process and of the participants that it drives, one at a time. Any thread may call it.
 
     Args:
-        tracer: What tells the process that it is recorded.
-        groups: Gives the groups of the process, by id.
+        tracer: The tracer of the process.
+        groups: Returns the groups of the process, by id.
 
     Attributes:
-        running: The one that is recorded now; None: none is.
-        last: What the last one came to; None: there was none.
+        running: The timeline that is being recorded, if any.
+        last: The result of the last timeline, if any.
     """
 
     def __init__(self, tracer: Tracer, groups: Groups) -> None:
         self.running: TimelineSession | None = None
-        self.last: Trace | None = None
+        self.last: TimelineTrace | None = None
         self.tracer = tracer
         self.groups = groups
-        self.changing: threading.Lock = threading.Lock()  # held while one begins or ends
-        self._has_begun = False  # for the environment
+        self.changing: threading.Lock = threading.Lock()  # held while a timeline begins or ends
+        self._has_begun = False  # whether a timeline was begun for the environment variable
 
     def begin(self, what: str, *, limit: int = LIMIT) -> TimelineSession:
-        """Begins one; `what` names who does, for messages.
+        """Begins a timeline; `what` names the caller, for messages.
 
         Raises:
-            TimelineError: One runs in this process, or its controller records it.
+            TimelineError: A timeline runs in this process, or its controller records it.
         """
         with self.changing:
             if self.running is not None:
-                detail = f"a timeline is recorded already, begun by {self.running.holder}: stop that first"
+                detail = f"a timeline is recorded already, begun by {self.running.holder}: stop it first"
                 raise TimelineError(detail=detail)
             ring = self.tracer.begin(what, limit)
             if ring is None:
-                detail = "the controller that drives this process records a timeline of it: read that one"
+                detail = "the controller that drives this process records a timeline of it: read that timeline"
                 raise TimelineError(detail=detail)
             self.running = TimelineSession(self, ring, what, limit=limit)
             return self.running
@@ -165,12 +169,12 @@ class Timelines:
 
 
 class TimelineSession:
-    """A timeline from its beginning on; `limit` is that of the participants' rings. Any thread may call it."""
+    """A timeline from its beginning on; `limit` is for the participants' rings. Any thread may call it."""
 
     def __init__(self, timelines: Timelines, ring: Ring, holder: str, *, limit: int = LIMIT) -> None:
         self.began_s: float = ring.clock()  # by `time.monotonic`
         self.leader: str = secrets.token_hex(8)  # the id of its plans among those of several timelines
-        self.holder = holder  # who began it, as the `Tracer` knows it
+        self.holder = holder  # the name under which the `Tracer` records
         self._timelines = timelines
         self._ring = ring
         self._limit = limit
@@ -178,14 +182,14 @@ class TimelineSession:
         self._tracked: dict[int, _Tracked] = {}
         self._is_over = False
         self._ended_s = 0.0
-        self._whole: Trace | None = None  # once it has ended
+        self._whole: TimelineTrace | None = None  # the result, after the end
 
-    def end(self, timeout_s: float = STOP_S) -> Trace:
-        """Ends it, and collects what was recorded; a second call returns the same."""
+    def end(self, timeout_s: float = STOP_S) -> TimelineTrace:
+        """Ends the timeline and collects all spans; a second call returns the same result."""
         timelines = self._timelines
         with timelines.changing:
             if not self._is_over:
-                with self._lock:  # what is leased meanwhile is asked to record either before, or never
+                with self._lock:  # a participant that is leased meanwhile is asked to record before this, or never
                     self._is_over = True
                 self._ended_s = monotonic()
                 timelines.tracer.end(self.holder)
@@ -197,11 +201,11 @@ class TimelineSession:
                         timelines.running = None
             return self._whole
 
-    def peek(self, timeout_s: float = STOP_S) -> Trace:
-        """What was recorded so far; recording goes on."""
+    def peek(self, timeout_s: float = STOP_S) -> TimelineTrace:
+        """Returns the spans so far; recording continues."""
         return self._collected(timeout_s, monotonic(), ends=False)
 
-    def leased(self, peer: Peer) -> None:
+    def leased(self, peer: RecordedPeer) -> None:
         """Makes a new participant record from now on; never waits."""
         with self._lock:
             if self._is_over or id(peer) in self._tracked:
@@ -209,30 +213,30 @@ class TimelineSession:
             self._tracked[id(peer)] = _Tracked(peer, self._limit)
 
     def begun(self, timeout_s: float = BEGIN_S) -> None:
-        """Waits until all participants record, or the time is over."""
-        _wait([one.asked for one in list(self._tracked.values())], monotonic() + timeout_s)
+        """Waits until all participants record, or the time limit has passed."""
+        _wait([entry.answered for entry in list(self._tracked.values())], monotonic() + timeout_s)
 
-    def leaving(self, peer: Peer) -> None:
-        """Collects from a participant that is about to be given back."""
-        found = self._tracked.get(id(peer))
-        if found is not None and not self._is_over:
-            self._collect([found], LEAVING_S, ends=True)
+    def leaving(self, peer: RecordedPeer) -> None:
+        """Collects from a participant that is about to be released."""
+        entry = self._tracked.get(id(peer))
+        if entry is not None and not self._is_over:
+            self._collect([entry], LEAVING_S, ends=True)
 
     def drain(self) -> None:
         """Collects from all participants, which are about to end."""
         if not self._is_over:
             self._collect(list(self._tracked.values()), LEAVING_S, ends=True)
 
-    def _collected(self, timeout_s: float, ended_s: float, *, ends: bool) -> Trace:
+    def _collected(self, timeout_s: float, ended_s: float, *, ends: bool) -> TimelineTrace:
         return self._trace(*self._collect(list(self._tracked.values()), timeout_s, ends=ends), ended_s)
 
-    def _trace(self, processes: Sequence[Process], missing: Sequence[Missing], ended_s: float) -> Trace:
+    def _trace(self, processes: Sequence[Process], missing: Sequence[Missing], ended_s: float) -> TimelineTrace:
         name, host = _this_process()
         recorded = self._ring.read()
         groups = {**recorded.groups, **self._timelines.groups()}
-        known = Process(name=name, host=host, pid=os.getpid(), leader=self.leader, leads=True)
-        own = process_of(recorded._replace(groups=groups), known)
-        return Trace(
+        process = Process(name=name, host=host, pid=os.getpid(), leader=self.leader, leads=True)
+        own = process_of(recorded._replace(groups=groups), process)
+        return TimelineTrace(
             began_s=self.began_s,
             ended_s=ended_s,
             processes=(own, *processes),
@@ -244,51 +248,53 @@ class TimelineSession:
     ) -> tuple[list[Process], list[Missing]]:
         deadline_s = monotonic() + timeout_s
         clocks_s = deadline_s - max(timeout_s - _CLOCK_S, timeout_s / 2)
-        left = [one for one in tracked if one.process is None]
-        _wait([one.asked for one in left], clocks_s)
-        foreign = [one for one in left if one.first is not None]
-        lasts = {id(one): round_trips(one.peer) for one in foreign}
-        _wait([*lasts.values(), *(one.first for one in foreign if one.first is not None)], clocks_s)
-        asked = {id(one): one.peer.ask(Collect, ends=ends) for one in left if not one.refusal}
-        _wait(asked.values(), deadline_s)
+        left = [entry for entry in tracked if entry.process is None]
+        _wait([entry.answered for entry in left], clocks_s)
+        foreign = [entry for entry in left if entry.first is not None]
+        lasts = {id(entry): round_trips(entry.peer) for entry in foreign}
+        _wait([*lasts.values(), *(entry.first for entry in foreign if entry.first is not None)], clocks_s)
+        answers = {id(entry): entry.peer.ask(Collect, ends=ends) for entry in left if not entry.refusal}
+        _wait(answers.values(), deadline_s)
         processes, missing = list[Process](), list[Missing]()
-        for one in tracked:
-            known = one.process
-            found = known or self._process_or_missing(one, asked.get(id(one)), lasts.get(id(one)))
-            if isinstance(found, Missing):
-                missing.append(found)
+        for entry in tracked:
+            collected = entry.process
+            result = collected or self._process_or_missing(entry, answers.get(id(entry)), lasts.get(id(entry)))
+            if isinstance(result, Missing):
+                missing.append(result)
             else:
-                processes.append(found)
-                one.process = found if ends else known
+                processes.append(result)
+                entry.process = result if ends else collected
         return processes, missing
 
     def _process_or_missing(
-        self, one: _Tracked, asked: Future[bytes | Unable | None] | None, last: Future[Fix | None] | None
+        self, entry: _Tracked, answer: Future[bytes | Unable | None] | None, last: Future[Fix | None] | None
     ) -> Process | Missing:
-        if asked is None:
-            return one.missing(one.refusal)
-        if not asked.done():
-            return one.missing(_SILENT)
-        payload = asked.result()
+        if answer is None:
+            return entry.missing(entry.refusal)
+        if not answer.done():
+            return entry.missing(_SILENT)
+        payload = answer.result()
         if payload is None:
-            return one.missing(_GONE)
+            return entry.missing(_GONE)
         if isinstance(payload, Unable):
-            return one.missing(payload.detail)
+            return entry.missing(payload.detail)
         if not payload:
-            return one.missing("it records no more: another one took its place, or it began anew")
+            return entry.missing("it no longer records: another controller replaced the recording, or it restarted")
         aligned = SAME_CLOCK
-        if one.clock != clock_id() or not one.clock:
-            fixes = [found for asked in (one.first, last) if asked and asked.done() and (found := asked.result())]
+        if entry.clock != clock_id() or not entry.clock:
+            fixes = [
+                result for future in (entry.first, last) if future and future.done() and (result := future.result())
+            ]
             if not fixes:
-                return one.missing("its clock could not be compared with this one's")
+                return entry.missing("its clock could not be compared with that of this process")
             aligned = Alignment(first=fixes[0], last=fixes[-1] if len(fixes) > 1 else None)
-        info = one.peer.info
+        info = entry.peer.info
         host, pid = info["address"].host, info["pid"]
-        known = Process(name=info["actor"], host=host, pid=pid, leader=self.leader)
+        process = Process(name=info["actor"], host=host, pid=pid, leader=self.leader)
         try:
-            return process_of(decode_recorded(payload), known, aligned)
+            return process_of(decode_recorded(payload), process, aligned)
         except ValueError as exc:
-            return one.missing(str(exc))
+            return entry.missing(str(exc))
 
 
 def _wait(futures: Iterable[Future[Any]], until_s: float) -> None:
@@ -313,5 +319,5 @@ def _write(tracing: TimelineSession, pid: int, target: Path, undo: Callable[[], 
         chrome.write(trace, target)
     except OSError as exc:
         _log.error("the timeline can't be written to %s: %s", target, exc)
-    for one in trace.missing:
-        _log.warning("the timeline in %s lacks %s", target, one)
+    for missing in trace.missing:
+        _log.warning("the timeline in %s lacks %s", target, missing)

@@ -1,7 +1,7 @@
-"""The spans of a timeline: what took how long in this process, in a ring of fixed size.
+"""The spans of a timeline in this process, in a ring of fixed size.
 
-Code that may be timed asks its `Tracer` for the ring; where that is None nothing is recorded, and nothing else is done.
-An entry is a tuple of numbers and known objects, never a tensor. It becomes a `Span` only when somebody reads the ring.
+Timed code asks its `Tracer` for the ring; if that is None, nothing is recorded. An entry is a tuple of numbers and
+strings, never a tensor. Entries become `Span` values only when the ring is read.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from raycollect.errors import ProtocolError
 PLAN, RUN, PART, WAIT, CHECK = "plan", "run", "part", "wait", "check"
 COLLECTIVE, KERNEL, STAGING, METHOD, CALL = "collective", "kernel", "staging", "method", "call"
 KINDS = (PLAN, RUN, PART, WAIT, CHECK, COLLECTIVE, KERNEL, STAGING, METHOD, CALL)
-"""The kinds of spans; docs/timeline.md says what each one covers."""
+"""The kinds of spans; see docs/timeline.md."""
 
 AGAIN = "again"
-"""In the ring only: a part, its agreement and its one kernel in one entry, for loops whose runs take some 100 us."""
+"""In the ring only: a part, its agreement and its kernel in one entry, for loops whose runs take some 100 us."""
 
 CHECK_NAME = "consistency check"
 
 _MOST_LABELLED = 1024
-"""How many things are remembered by their labels."""
+"""How many labels of recurring objects are cached."""
 
 LIMIT = 65_536
-"""The default for how many entries a ring keeps: 10 MB of memory at most."""
+"""How many entries a ring keeps by default: 10 MB of memory at most."""
 MOST = 500_000
-"""The most that it may keep: as many as fit through a control connection before that is given up."""
+"""The most entries of a ring: so many fit through a control connection before its deadline."""
 
 WAIT_S = 20e-6
-"""Shorter waits are not recorded: nobody really waited."""
+"""Shorter waits are not recorded."""
 
 
 class Label(NamedTuple):
-    """What is known of a piece of work besides its times."""
+    """The properties of a piece of work besides its times."""
 
     op: str = ""
-    group_id: str = ""  # its group; of a plan over several, their ids with commas between them; empty: none
-    rank: int = -1  # this process's rank in it, or its position if they agree through the controller; -1: none
+    group_id: str = ""  # its group; for a plan over several groups, their ids separated by commas; empty: none
+    rank: int = -1  # this process's rank in it, or its position if ranks agree through the controller; -1: none
     ranks: int = 0
-    # The bytes of the collective, as nccl-tests count them; of a kernel inside one, those that it reads
+    # The bytes of the collective, as nccl-tests count them; for a kernel inside one, the bytes that it reads
     nbytes: int = 0
-    calls: int = 0  # how many collectives it is; 0: a piece of one
-    meeting: str = ""  # tells the launches of members' own calls from those of others; empty: a controller's plan
+    calls: int = 0  # the number of collectives; 0: a piece of one
+    meeting: str = ""  # distinguishes the launches of members' own calls; empty: a controller's plan
 
 
 NO_LABEL = Label()
 
 
 class Span(NamedTuple):
-    """Something that took time."""
+    """A piece of work with its times."""
 
     kind: str  # one of `KINDS`
     name: str
@@ -64,12 +64,12 @@ class Span(NamedTuple):
     end_s: float
     thread: int
     seq: int = 0  # the launch, or its plan's number; 0: none
-    label: Label = NO_LABEL  # what else is known of it
+    label: Label = NO_LABEL  # its other properties
     error: str = ""
 
 
-class Place(NamedTuple):
-    """A group as a process knows it; rank -1: it drives the group."""
+class TracedGroup(NamedTuple):
+    """A group of a process; rank -1: the process drives the group."""
 
     name: str
     backend: str
@@ -77,28 +77,28 @@ class Place(NamedTuple):
     world_size: int
 
     @classmethod
-    def of(cls, spec: GroupSpec, rank: int = -1) -> Place:
-        """What timelines say of a group."""
+    def of(cls, spec: GroupSpec, rank: int = -1) -> TracedGroup:
+        """Returns the description of a group."""
         return cls(spec.name, spec.backend, rank, spec.world_size)
 
 
 Entry = tuple[int, str, str, float, float, int, int, int, str, float]
-"""Its number; the fields of a `Span`, with an empty name for the op, and a number for the label; of `AGAIN` when the
-agreement ended, or 0."""
+"""Its number; the fields of a `Span`, with an empty name for the op, and a number for the label; for `AGAIN` the end of
+the agreement, or 0."""
 
 
 class Recorded(NamedTuple):
-    """What a ring held when it was read."""
+    """The contents of a ring when it was read."""
 
-    entries: tuple[Entry, ...]  # by the order in which they ended
+    entries: tuple[Entry, ...]  # in the order in which they ended
     labels: tuple[Label, ...]  # by their numbers
     dropped: int  # how many entries were overwritten because the ring was full
     threads: dict[int, str]  # their names
-    groups: dict[str, Place]  # group id -> the group
+    groups: dict[str, TracedGroup]  # group id -> the group
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """The spans; an entry may stand for three."""
+        """The spans; an entry may stand for three spans."""
         spans = list[Span]()
         for _, kind, name, begin_s, end_s, thread, seq, number, error, agreed_s in self.entries:
             label = self.labels[number]
@@ -115,14 +115,13 @@ class Recorded(NamedTuple):
 class Ring:
     """The newest entries of one process. Any thread may call it.
 
-    Code that can't afford a call appends to `entries` itself, after it has registered its thread by `meet` and taken
-    the number of its label once. Entries hold only numbers and strings, so that the garbage collector does not track
-    them.
+    Hot code appends to `entries` directly, after it has registered its thread by `meet` and taken the number of its
+    label once. Entries hold only numbers and strings, so that the garbage collector does not track them.
     """
 
     def __init__(self, limit: int = LIMIT, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self.groups: dict[str, Place] = {}  # that labels name, as far as they were noted
+        self.groups: dict[str, TracedGroup] = {}  # the groups of labels, as far as they were noted
         self.entries: deque[Entry] = deque(maxlen=limit)  # the oldest first
         self.numbers: itertools.count[int] = itertools.count()
         self._threads: dict[int, str] = {}
@@ -138,19 +137,19 @@ class Ring:
         return thread
 
     def label(self, label: Label) -> int:
-        """The number of a label."""
-        known = self._labels.get(label)
-        if known is None:
+        """Returns the number of a label."""
+        number = self._labels.get(label)
+        if number is None:
             with self._lock:
-                known = self._labels.setdefault(label, len(self._labels))
-        return known
+                number = self._labels.setdefault(label, len(self._labels))
+        return number
 
     def label_of(self, make: Callable[[], Label], *things: object) -> int:
-        """The number of the label of recurring objects; they are kept, so that nothing else gets their ids."""
+        """Returns the number of the label of recurring objects; holds the objects, so that their ids stay unique."""
         ids = tuple(map(id, things))
-        known = self.labelled.get(ids)
-        if known is not None:
-            return known[1]
+        labelled = self.labelled.get(ids)
+        if labelled is not None:
+            return labelled[1]
         if len(self.labelled) >= _MOST_LABELLED:
             self.labelled.clear()
         number = self.label(make())
@@ -185,23 +184,23 @@ class Ring:
             self.add(WAIT, name, begin_s, now_s, seq)
 
     def read(self) -> Recorded:
-        """All that it holds."""
+        """Returns the contents."""
         entries = self.entries.copy()
-        is_full = len(entries) == entries.maxlen  # else a number without an entry is one that is yet to come
-        dropped = max(one[0] for one in entries) + 1 - len(entries) if is_full else 0
+        is_full = len(entries) == entries.maxlen  # else a number without an entry belongs to a pending one
+        dropped = max(entry[0] for entry in entries) + 1 - len(entries) if is_full else 0
         return Recorded(tuple(entries), tuple(self._labels), dropped, dict(self._threads), dict(self.groups))
 
 
 class Tracer:
-    """Whether a process records, and for whom. Any thread may call it."""
+    """The current recording of a process. Any thread may call it."""
 
     def __init__(self) -> None:
-        self.ring: Ring | None = None  # what is recorded into; None: nothing is recorded
-        self.holder: str = ""  # who began it; empty: nobody
+        self.ring: Ring | None = None  # the ring; None: nothing is recorded
+        self.holder: str = ""  # the holder of the recording; empty: none
         self._lock = threading.Lock()
 
     def begin(self, holder: str, limit: int = LIMIT) -> Ring | None:
-        """Begins to record for `holder`, who may begin anew; None where somebody else records."""
+        """Begins to record for `holder`, also again; returns None if another holder records."""
         with self._lock:
             if self.ring is not None and self.holder != holder:
                 return None
@@ -209,7 +208,7 @@ class Tracer:
             return self.ring
 
     def end(self, holder: str) -> Ring | None:
-        """Ends a recording and returns its ring; None where it is somebody else's."""
+        """Ends a recording and returns its ring; None if another holder records."""
         with self._lock:
             if self.holder != holder:
                 return None
@@ -217,7 +216,7 @@ class Tracer:
             return ring
 
     def of(self, holder: str) -> Ring | None:
-        """The ring, if `holder` records."""
+        """Returns the ring if `holder` records."""
         with self._lock:
             return self.ring if self.holder == holder else None
 
@@ -225,11 +224,11 @@ class Tracer:
 _RECORDED = Codec[Recorded](Recorded, "spans")
 
 encode_recorded: Callable[[Recorded], bytes] = _RECORDED.encode
-"""Packs what a ring held."""
+"""Packs the contents of a ring."""
 
 
 def decode_recorded(payload: bytes | bytearray) -> Recorded:
-    """Unpacks what `encode_recorded` made; ValueError: it is malformed."""
+    """Unpacks the output of `encode_recorded`; raises ValueError if it is malformed."""
     try:
         recorded = _RECORDED.decode(payload)
     except ProtocolError as exc:

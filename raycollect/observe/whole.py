@@ -1,4 +1,4 @@
-"""A whole timeline: the spans of all processes, by the clock of the one that began it."""
+"""A whole timeline: the spans of all processes, by the clock of the process that began it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from raycollect.observe.clocks import SAME_CLOCK, Alignment
-from raycollect.observe.trace import Place, Recorded, Span
+from raycollect.observe.trace import Recorded, Span, TracedGroup
 
 
 class Slice(NamedTuple):
@@ -35,27 +35,27 @@ class Slice(NamedTuple):
 class Process:
     """One process of a timeline."""
 
-    name: str  # its name for people: ``"Worker(3f2a91)"``, ``"driver"``
+    name: str  # its display name: ``"Worker(3f2a91)"``, ``"driver"``
     host: str
     pid: int
-    leader: str = ""  # the id of the controller whose plans it runs, or which it is; empty: it makes calls of its own
+    leader: str = ""  # the id of the controller whose plans it runs, or of itself; empty: it makes calls of its own
     leads: bool = False  # whether it is that controller
     ranks: tuple[tuple[str, int], ...] = ()  # (group, rank) of its memberships
-    uncertainty_s: float = 0.0  # the error of its times against the timeline's clock, either way
+    uncertainty_s: float = 0.0  # the error of its times against the timeline's clock, in either direction
     dropped: int = 0  # how many entries its ring has overwritten
     threads: Mapping[int, str] = field(default_factory=dict, repr=False)  # their names
     slices: tuple[Slice, ...] = field(default=(), repr=False)
 
     @property
     def title(self) -> str:
-        """Its name, its ranks, where it runs."""
+        """The name, the ranks, the host and the pid."""
         ranks = ", ".join(f"rank {rank} of {group}" for group, rank in self.ranks)
         return f"{self.name}{f': {ranks}' if ranks else ''} ({self.host}, pid {self.pid})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Missing:
-    """A participant of which nothing was recorded, or not everything, and why."""
+    """A participant whose spans are missing or incomplete, and the reason."""
 
     name: str
     host: str
@@ -67,31 +67,32 @@ class Missing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
+class TimelineTrace:
     """A whole timeline."""
 
     began_s: float  # when it began, by `time.monotonic` of the process that began it
     ended_s: float
-    processes: tuple[Process, ...]  # those that have recorded; the one that began it comes first
-    missing: tuple[Missing, ...] = ()  # those that have not, or whose spans did not arrive
+    processes: tuple[Process, ...]  # the process that began it comes first
+    missing: tuple[Missing, ...] = ()  # the participants whose spans are missing
 
     @property
     def dropped(self) -> int:
         """How many entries were overwritten, in all rings."""
-        return sum(one.dropped for one in self.processes)
+        return sum(process.dropped for process in self.processes)
 
     def __repr__(self) -> str:
-        spans = sum(len(one.slices) for one in self.processes)
-        told = f", {len(self.missing)} missing" if self.missing else ""
-        return f"<Trace of {self.ended_s - self.began_s:.3f} s: {spans} spans of {len(self.processes)} processes{told}>"
+        spans = sum(len(process.slices) for process in self.processes)
+        lacks = f", {len(self.missing)} missing" if self.missing else ""
+        duration_s = self.ended_s - self.began_s
+        return f"<TimelineTrace of {duration_s:.3f} s: {spans} spans of {len(self.processes)} processes{lacks}>"
 
 
-def process_of(recorded: Recorded, known: Process, aligned: Alignment = SAME_CLOCK) -> Process:
-    """A process of a timeline: what is known of it without its spans, and what its ring held."""
+def process_of(recorded: Recorded, process: Process, aligned: Alignment = SAME_CLOCK) -> Process:
+    """Adds the contents of a process's ring to its description."""
     groups = recorded.groups
     places = sorted({(place.name, place.rank) for place in groups.values() if place.rank >= 0})
     return replace(
-        known,
+        process,
         ranks=tuple(places),
         uncertainty_s=aligned.uncertainty_s,
         dropped=recorded.dropped,
@@ -100,8 +101,8 @@ def process_of(recorded: Recorded, known: Process, aligned: Alignment = SAME_CLO
     )
 
 
-def _slice(span: Span, groups: Mapping[str, Place], aligned: Alignment) -> Slice:
-    places = [groups[one] for one in span.label.group_id.split(",") if one in groups]
+def _slice(span: Span, groups: Mapping[str, TracedGroup], aligned: Alignment) -> Slice:
+    places = [groups[group_id] for group_id in span.label.group_id.split(",") if group_id in groups]
     begin_s = aligned.local(span.begin_s)
     return Slice(
         span.kind,
@@ -112,6 +113,6 @@ def _slice(span: Span, groups: Mapping[str, Place], aligned: Alignment) -> Slice
         span.seq,
         **span.label._asdict(),
         error=span.error,
-        group=", ".join(dict.fromkeys(one.name for one in places)),
-        backend=", ".join(dict.fromkeys(one.backend for one in places)),
+        group=", ".join(dict.fromkeys(group.name for group in places)),
+        backend=", ".join(dict.fromkeys(group.backend for group in places)),
     )

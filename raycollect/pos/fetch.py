@@ -35,7 +35,7 @@ from raycollect.errors import (
     RaycollectError,
     TensorLostError,
     Violation,
-    anew,
+    copy_error,
     from_wire,
     to_wire,
 )
@@ -118,7 +118,7 @@ class _Clients:
             raise
         self._give((address.host, address.port), client)
         if isinstance(result, RaycollectError):
-            raise anew(result)
+            raise copy_error(result)
         return result
 
     def _take(self, place: tuple[str, int]) -> DataClient | None:

@@ -1,4 +1,4 @@
-"""Steps that are run through Ray, call by call, for debugging."""
+"""Eager steps: each call goes through Ray, for debugging."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from raycollect.captured.step_values import Fixed, Returned
 from raycollect.driver import values
 from raycollect.driver.pending import Pending, plain
 from raycollect.ray_bridge import recorded_calls
-from raycollect.traced.kept import Kept
+from raycollect.traced.kept import KeepWrapper
 
 
 class _Submitted:
-    """Notes the calls of methods of one thread, or asynchronous task, which Ray does; a `Recorder`."""
+    """Collects the refs of the method calls of one thread or asynchronous task; a `Recorder`."""
 
     is_eager: ClassVar[bool] = True
 
@@ -31,23 +31,23 @@ class _Submitted:
         return _here() == self._where
 
     def method(self, submit: Callable[[], Any], handle: Any, name: str, options: dict[str, Any]) -> Any:
-        made = submit()
-        self.refs += [one for one in (made if type(made) is list else [made]) if isinstance(one, ray.ObjectRef)]
-        return made
+        result = submit()
+        self.refs += [ref for ref in (result if type(result) is list else [result]) if isinstance(ref, ray.ObjectRef)]
+        return result
 
 
 def run_eagerly(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Runs a function, waits for the methods that it calls, and returns what a step does; errors are those of Ray."""
+    """Runs a function, waits for the methods that it calls, and returns the values of a step; raises Ray's errors."""
     submitted = _Submitted()
     token = recorded_calls.begin(submitted)
     try:
         returned = function(*args, **kwargs)
     finally:
         recorded_calls.end(token)
-    ray.get(submitted.refs)  # so that no failure passes unseen
+    ray.get(submitted.refs)  # raises the errors of methods whose results are unused
 
     def read(value: Any, where: str) -> Any:
-        if type(value) is Kept:
+        if type(value) is KeepWrapper:
             return Fixed(partial(plain, value.value))
         return Fixed(partial(values.get, value) if isinstance(value, (ray.ObjectRef, Pending)) else lambda: value)
 
@@ -55,7 +55,7 @@ def run_eagerly(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
 
 
 class EndedRun:
-    """What `Step.start` returns where nothing is under way: steps are eager, or the function calls nothing."""
+    """The result of `Step.start` for a run that has ended: the step is eager, or the function calls nothing."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
         self._outcome = Future[Any]()
@@ -65,15 +65,15 @@ class EndedRun:
             self._outcome.set_exception(exc)
 
     def wait(self, timeout_s: float | None = None, *, progress: bool | None = None) -> Any:
-        """Returns what the step returns, or raises what went wrong."""
+        """Returns the result of the step, or raises its error."""
         return self._outcome.result()
 
     def done(self) -> bool:
-        """True."""
+        """Returns True."""
         return True
 
     def cancel(self) -> bool:
-        """False: it has ended."""
+        """Returns False: the run has ended."""
         return False
 
     def __await__(self) -> Generator[Any, None, Any]:

@@ -1,4 +1,4 @@
-"""Values that a step returns as refs."""
+"""`keep`: values that a step returns as refs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from raycollect.errors import CaptureError
 from raycollect.ray_bridge.submitted_calls import recording
 
 
-class Kept(Placeholder):
-    """What `keep` returns in a step: for what the step's function returns, and for nothing else."""
+class KeepWrapper(Placeholder):
+    """A value marked by `keep` in a step, which the step's function may only return."""
 
     __slots__ = ("value",)
 
@@ -24,7 +24,7 @@ class Kept(Placeholder):
 
     def _misused(self, name: str = "") -> Exception:
         return CaptureError(
-            detail="what raycollect.keep gives is for `return` alone: keep a value where it is returned"
+            detail="the result of raycollect.keep may only be returned: call keep in the return statement"
         )
 
     def _passed_to(self, function: str) -> None:
@@ -32,29 +32,29 @@ class Kept(Placeholder):
 
 
 def keep(value: Any) -> Any:
-    """Has a step return a value as a ref, whose tensor stays in its actor, as ``return raycollect.keep(gradients)``.
+    """Makes a step return a value as a ref, whose tensor stays in its actor: ``return raycollect.keep(gradients)``.
 
-    The ref is like that of a method: for `get`, for methods and for further collectives.
+    The ref is like the ref of a method: for `get`, for methods and for further collectives.
 
     Args:
-        value: What a call in the step gives; or a list, tuple or dict of such values.
+        value: The result of a call in the step; or a list, tuple or dict of such values.
 
     Returns:
-        What the function of the step may return in the place of the value. Outside a step: the value.
+        A marked value, which the function of the step may return. Outside a step: the value.
 
     Raises:
         CaptureError: In the block of a captured step.
     """
-    found = recording()
-    if isinstance(found, Recording) and not found.is_traced:
-        raise CaptureError(detail="keep is for what a function of `step` returns, not for the block of a captured step")
-    return value if found is None else structured(value, _kept)
+    active = recording()
+    if isinstance(active, Recording) and not active.is_traced:
+        raise CaptureError(detail="keep is for the return value of a `step`, not for the block of a captured step")
+    return value if active is None else structured(value, _wrap)
 
 
-def unkept(value: Any) -> Any:
-    """A structure without the marks of `keep`."""
-    return structured(value, lambda one, _: one.value if type(one) is Kept else one)
+def unwrap(value: Any) -> Any:
+    """Returns a structure without the marks of `keep`."""
+    return structured(value, lambda item, _: item.value if type(item) is KeepWrapper else item)
 
 
-def _kept(value: Any, _: str) -> Any:
-    return Kept(value) if isinstance(value, (Pending, ray.ObjectRef)) else value
+def _wrap(value: Any, _: str) -> Any:
+    return KeepWrapper(value) if isinstance(value, (Pending, ray.ObjectRef)) else value

@@ -1,4 +1,4 @@
-"""What a step's function does while it is traced: its calls, with arguments and results of any structure."""
+"""Records the calls of a step's function while it is traced, with arguments and results of any structure."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from raycollect.driver.pending import Argument, Pending
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.driver.requests import Ref
 from raycollect.errors import UnknownGroupError, Violation, wrong_argument
-from raycollect.traced.kept import Kept
+from raycollect.traced.kept import KeepWrapper
 from raycollect.traced.signature import SCALARS, is_plain_dtype
 
 _STANDS_FOR = (Placeholder, ray.ObjectRef)
 
 
 class _Leaves(dict[str, Any]):
-    """The values of a run by name; those that are made of others are made when they are needed."""
+    """The values of a run by name; composite values are made on access."""
 
     def __init__(self, leaves: Mapping[str, Any], composites: Mapping[str, Argument]) -> None:
         super().__init__(leaves)
@@ -43,35 +43,35 @@ class _Leaves(dict[str, Any]):
         if isinstance(shape, Argument):
             return self[shape.name]
         if type(shape) is dict:
-            return {name: self._filled(one) for name, one in shape.items()}
-        return type(shape)([self._filled(one) for one in shape]) if type(shape) in (list, tuple) else shape
+            return {name: self._filled(item) for name, item in shape.items()}
+        return type(shape)([self._filled(item) for item in shape]) if type(shape) in (list, tuple) else shape
 
 
 class TracedParameters(Parameters):
-    """The arguments of a traced step: the leaves of a call, and what the function makes of them for methods."""
+    """The arguments of a traced step: the leaves of a call, and composites of them for methods."""
 
     def __init__(self) -> None:
         super().__init__()
         self._composites: dict[str, Argument] = {}
 
     def leaf(self, name: str, parameter: str, value: Any) -> Argument:
-        """What stands for a leaf while the function is traced."""
-        made = Argument(self._mark, name, default=MISSING, parameter=parameter, kind=type(value))
-        self._declared[name] = made
-        return made
+        """Returns the placeholder of a leaf for tracing."""
+        argument = Argument(self._mark, name, default=MISSING, parameter=parameter, kind=type(value))
+        self._declared[name] = argument
+        return argument
 
     def composite(self, shape: Any) -> Argument:
-        """An argument of one method that is made of leaves, and shared with no other call."""
-        names = ", ".join(one.name for one in _leaves_of(shape) if isinstance(one, Argument))
+        """Returns an argument of one method that consists of leaves, and is shared with no other call."""
+        names = ", ".join(leaf.name for leaf in _leaves_of(shape) if isinstance(leaf, Argument))
         name = f"{names} ({len(self._composites)})"
         now = structured(
-            shape, lambda one, _: one if isinstance(one, Argument) else deepcopy(one)
-        )  # it may change later
-        made = self._composites[name] = Argument(self._mark, name, default=MISSING, made_of=now)
-        return made
+            shape, lambda item, _: item if isinstance(item, Argument) else deepcopy(item)
+        )  # the structure may change later
+        argument = self._composites[name] = Argument(self._mark, name, default=MISSING, made_of=now)
+        return argument
 
     def pack(self, given: Mapping[str, Any]) -> tuple[bytes, ...]:
-        """The arguments of a run as each participant gets them, by position; `given` has all leaves."""
+        """Returns the packed arguments of a run, by participant; `given` has all leaves."""
         if not given and not self._composites:
             return self._blank
         return self._packed(_Leaves(given, self._composites) if self._composites else given)
@@ -88,37 +88,37 @@ class TracedRecording(Recording):
         self.parameters: TracedParameters = TracedParameters()
 
     def _sent(self) -> Batch:
-        return self  # the results of a batch in the function are those of its calls
+        return self  # a batch in the function has the results of its calls
 
     def _argument(self, value: Any, where: str, actor_id: str, violations: list[Violation]) -> Any:
         kind = type(value)
-        if kind in (list, tuple, dict) and any(isinstance(one, Placeholder) for one in _leaves_of(value)):
-            wrong = [one for one in _leaves_of(value) if not isinstance(one, Argument) and not _is_plain(one)]
+        if kind in (list, tuple, dict) and any(isinstance(leaf, Placeholder) for leaf in _leaves_of(value)):
+            wrong = [leaf for leaf in _leaves_of(value) if not isinstance(leaf, Argument) and not _is_plain(leaf)]
             if wrong:
-                found = f"{wrong[0]!r} in a {kind.__name__} with arguments of the step"
-                violations.append(wrong_argument(where, found, "an argument of the method of its own"))
+                actual = f"{wrong[0]!r} in a {kind.__name__} with arguments of the step"
+                violations.append(wrong_argument(where, actual, "an argument of the method of its own"))
                 return None
             value = self.parameters.composite(value)
         elif kind is Argument and value.kind not in SCALARS:
-            value = self.parameters.composite(value)  # each method gets a copy of its own, as by Ray
+            value = self.parameters.composite(value)  # each method gets a copy of its own, as with Ray
         elif not isinstance(value, _STANDS_FOR) and not _is_plain(value):
-            value = ray.put(value)  # once: it is the same in each run
+            value = ray.put(value)  # once, as the value is the same in each run
         return super()._argument(value, where, actor_id, violations)
 
     def _leaf(self, leaves: list[Any], value: Any, where: str) -> Any:
-        if type(value) is Kept:
-            found = value.value
-            if type(found) is not Pending:
-                return Fixed(lambda: found)
-            self.kept.append(self._own(found))
-            return -len(self.kept)  # they are behind the values of a run, the last one first
+        if type(value) is KeepWrapper:
+            inner = value.value
+            if type(inner) is not Pending:
+                return Fixed(lambda: inner)
+            self.kept.append(self._own(inner))
+            return -len(self.kept)  # kept values follow the values of a run, the last one first
         if type(value) in (Argument, Pending):
             return super()._leaf(leaves, value, where)
         if not isinstance(value, ray.ObjectRef):
             return Fixed(lambda: value)
         ref = self._stands_for(value, where)
         if ref.key in self.request_list.refs or any(
-            type(one) is Ref and one.key == ref.key for call in self.request_list.calls for one in call.arguments
+            type(arg) is Ref and arg.key == ref.key for call in self.request_list.calls for arg in call.arguments
         ):
             return super()._leaf(leaves, value, where)
         return Fixed(partial(values.get, value))
@@ -129,57 +129,57 @@ class TracedCapture(Capture):
 
     _RECORDING: ClassVar[type[Recording]] = TracedRecording
     _block: TracedRecording
-    _on_derived = False  # whether a collective is on a group that it would not derive if "default" were declared
+    _on_derived = False  # whether a collective uses a derived group, because "default" is not declared
 
     def _record(self) -> None:
         request_list = self._block.request_list
         if request_list.asked or request_list.calls:
-            self._on_derived = any(one.group.is_derived for one in request_list.asked)
+            self._on_derived = any(request.group.is_derived for request in request_list.asked)
             super()._record()
 
     @property
     def parameters(self) -> TracedParameters:
-        """Its arguments."""
+        """The arguments of the step."""
         return self._block.parameters
 
     @property
     def is_empty(self) -> bool:
-        """Whether the function has called nothing, so that there is nothing to run."""
+        """Whether the function has called nothing."""
         return self._controller is None and not self._state
 
     def fixed(self, given: Mapping[str, Any]) -> Any:
-        """What the function returns, where it calls nothing."""
+        """Returns the result of a function that calls nothing."""
         returned = self._block.returned
         return None if returned is None else returned.fill((), given)
 
     def begin(self, given: Mapping[str, Any]) -> tuple[Installed, PlanTracker]:
-        """Begins a run, which comes after all that was submitted to the actors before.
+        """Begins a run, which is ordered after all earlier calls of the actors.
 
         Raises:
-            GroupError: Its groups, or their members, are not those of now; nothing was sent.
+            GroupError: The groups, or their members, have changed; nothing was sent.
             CaptureBrokenError: A run failed.
         """
         installed = ready(self._installed, self._state)
         if self._on_derived and Controller.drives("default"):
-            raise UnknownGroupError(group_name="default", detail="it is declared now: collectives take it")
+            raise UnknownGroupError(group_name="default", detail="it is declared now, and collectives use it")
         return installed, installed.runs.begin(self._parameters.pack(given))
 
 
 def _leaves_of(value: Any) -> list[Any]:
     if type(value) in (list, tuple):
-        return [leaf for one in value for leaf in _leaves_of(one)]
-    return [leaf for one in value.values() for leaf in _leaves_of(one)] if type(value) is dict else [value]
+        return [leaf for item in value for leaf in _leaves_of(item)]
+    return [leaf for item in value.values() for leaf in _leaves_of(item)] if type(value) is dict else [value]
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is the same after it has travelled with a step; another one goes by Ray's object store."""
+    """Returns whether a value can be sent with a step unchanged; other values go through Ray's object store."""
     kind = type(value)
     if kind in SCALARS or value is None:
         return True
     if kind in (list, tuple):
         return all(map(_is_plain, value))
     if kind is dict:
-        return all(type(name) in SCALARS and _is_plain(one) for name, one in value.items())
+        return all(type(name) in SCALARS and _is_plain(item) for name, item in value.items())
     if kind is np.ndarray or isinstance(value, np.generic):
         return is_plain_dtype(value.dtype)
     return arrays.is_plain_torch(value) and kind.__name__ == "Tensor" and arrays.describe(value).device == "cpu"

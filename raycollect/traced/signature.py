@@ -1,7 +1,7 @@
-"""What a step's function is called with: values that each call may give others of, and what the trace depends on.
+"""The arguments of a step's function: leaves, which may differ between calls, and the key, on which the trace depends.
 
 Plain values, arrays and tensors are *leaves*, alone or in lists, tuples and dicts. The structure around them, their
-types, and everything else that is passed are the *key* of a trace: calls with equal keys share one.
+types, and all other arguments are the *key* of a trace: calls with equal keys share one trace.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from raycollect.errors import refusal, wrong_argument
 
 SCALARS = frozenset({bool, int, float, complex, str, bytes})
 
-_FIXED, _ARRAY = range(2)  # what a key of a value that is no structure begins with
+_FIXED, _ARRAY = range(2)  # the first item of a key of a value that is no structure
 _PLAIN_KINDS = frozenset("biufcSUmM")  # of dtypes whose elements are plain bytes
 
 
 class _Identity:
-    """Equal to itself alone, for values that can't be compared by a dict."""
+    """Wraps a value that is not hashable; equal only for the same object."""
 
     __slots__ = ("value",)
 
@@ -41,8 +41,8 @@ class CallReader:
     """Reads the calls of one function.
 
     Args:
-        function: It.
-        static: The names of parameters whose values are part of the key, whatever they are.
+        function: The function.
+        static: The names of parameters whose values are part of the key, of any type.
         bound: Whether its first argument is always the same object, which is no part of the key.
 
     Raises:
@@ -53,17 +53,17 @@ class CallReader:
         self.signature: inspect.Signature = inspect.signature(function)
         parameters = self.signature.parameters
         self.names: tuple[str, ...] = tuple(parameters)
-        unknown = [one for one in static if one not in parameters]
+        unknown = [name for name in static if name not in parameters]
         if unknown:
             expected = f"among the parameters {', '.join(self.names) or '(there are none)'}"
             raise refusal("step", "", (wrong_argument("static", ", ".join(map(repr, unknown)), expected),))
         self._is_static = tuple([name in static for name in self.names])
         self._first = int(bound)
-        self._is_plain = all(one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for one in parameters.values())
-        self._defaults = {name: one.default for name, one in parameters.items() if one.default is not one.empty}
+        self._is_plain = all(param.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for param in parameters.values())
+        self._defaults = {name: param.default for name, param in parameters.items() if param.default is not param.empty}
 
     def values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-        """The value of each parameter, those by default included; TypeError as the function itself raises it."""
+        """Returns the value of each parameter, including defaults; raises TypeError as the function itself does."""
         rest = self.names[len(args) :]
         if self._is_plain and not rest and not kwargs and len(args) == len(self.names):
             return args
@@ -71,24 +71,24 @@ class CallReader:
             try:
                 return [*args, *[kwargs[name] if name in kwargs else self._defaults[name] for name in rest]]
             except KeyError:
-                pass  # one is missing
+                pass  # an argument is missing
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         return [bound.arguments[name] for name in self.names]
 
     def read(self, values: Sequence[Any], leaves: list[Any]) -> Hashable:
-        """The key of a call; adds its leaves, in order."""
+        """Returns the key of a call; appends its leaves, in order."""
         pairs = zip(values, self._is_static, strict=True)
         if self._first:
             next(pairs, None)
-        return tuple([_key(one, leaves, fix) for one, fix in pairs])
+        return tuple([_key(value, leaves, fix) for value, fix in pairs])
 
     def traced(self, values: Sequence[Any], leaf: Callable[[str, str, Any], Any]) -> inspect.BoundArguments:
-        """The arguments with which the function is traced.
+        """Returns the arguments with which the function is traced.
 
         Args:
-            values: Of the parameters.
-            leaf: Gives what stands for a leaf, in the order of `read`: by its parameter, its name and its value.
+            values: The values of the parameters.
+            leaf: Returns the placeholder of a leaf, in the order of `read`: by its parameter, its name and its value.
         """
         filled: Any = dict(zip(self.names, values, strict=True))
         for at, name in enumerate(self.names):
@@ -107,24 +107,24 @@ def _key(value: Any, leaves: list[Any], fix: bool) -> Hashable:
         leaves.append(value)
         return kind  # type: ignore[return-value]  # types have a hash
     if kind is list or kind is tuple:
-        return kind, *[_key(one, leaves, fix) for one in value]
+        return kind, *[_key(item, leaves, fix) for item in value]
     if kind is dict:
         names = tuple(value)
-        return kind, names, tuple(map(type, names)), *[_key(one, leaves, fix) for one in value.values()]
-    found = _array_key(value)
-    if found is None:
+        return kind, names, tuple(map(type, names)), *[_key(item, leaves, fix) for item in value.values()]
+    array_key = _array_key(value)
+    if array_key is None:
         return _fixed(value, kind)
     if not fix:
         leaves.append(value)
-        return found
+        return array_key
     if isinstance(value, np.generic):
-        return found, value.tobytes()
+        return array_key, value.tobytes()
     expected = "a value that does not change: leave the parameter out of `static`"
     raise refusal("step", "", (wrong_argument("static", f"an array or a tensor ({kind.__qualname__})", expected),))
 
 
 def _array_key(value: Any) -> Hashable:
-    """The dtype and shape of an array, a numpy scalar or a tensor; None for everything else."""
+    """Returns the dtype and shape of an array, a numpy scalar or a tensor; None for other values."""
     kind = type(value)
     if kind is np.ndarray or kind is np.memmap or isinstance(value, np.generic):
         dtype = value.dtype
@@ -136,12 +136,12 @@ def _array_key(value: Any) -> Hashable:
 
 @lru_cache(maxsize=256)
 def _may_be_tensor(kind: type) -> bool:
-    """Whether objects of a type show memory: to ask an object of another type takes long."""
+    """Returns whether objects of a type may be tensors; the check of an object of another type is slow."""
     return any(hasattr(kind, name) for name in ("__dlpack__", "__array_interface__", "__cuda_array_interface__"))
 
 
 def is_plain_dtype(dtype: np.dtype[Any]) -> bool:
-    """Whether arrays of it travel with a run."""
+    """Returns whether arrays of a dtype can be sent with a run."""
     return (dtype.kind in _PLAIN_KINDS and dtype.fields is None) or dtype in arrays.NARROW
 
 
@@ -156,8 +156,8 @@ def _fixed(value: Any, kind: type) -> Hashable:
 def _traced(value: Any, where: str, leaf: Callable[[str, Any], Any]) -> Any:
     kind = type(value)
     if kind is list or kind is tuple:
-        return kind([_traced(one, f"{where}[{at}]", leaf) for at, one in enumerate(value)])
+        return kind([_traced(item, f"{where}[{at}]", leaf) for at, item in enumerate(value)])
     if kind is dict:
-        return {name: _traced(one, f"{where}[{name!r}]", leaf) for name, one in value.items()}
+        return {name: _traced(item, f"{where}[{name!r}]", leaf) for name, item in value.items()}
     is_leaf = value is not None and (kind in SCALARS or _array_key(value) is not None)
     return leaf(where, value) if is_leaf else value

@@ -1,4 +1,4 @@
-"""Steps: functions in plain code that are traced by their first call, and run captured by every further one."""
+"""Steps: functions in plain code that are traced by their first call; further calls run the captured step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from raycollect.planner import STAGING_NBYTES
 from raycollect.planner.report import StepExplanation
 from raycollect.ray_bridge.submitted_calls import recording
 from raycollect.traced.eager import EndedRun, run_eagerly
-from raycollect.traced.kept import unkept
+from raycollect.traced.kept import unwrap
 from raycollect.traced.signature import CallReader
 from raycollect.traced.trace import Trace
 
@@ -32,7 +32,7 @@ _Q = ParamSpec("_Q")
 _Self = TypeVar("_Self")
 
 MOST_FORMS = 8
-"""How many traces of a function are kept; each has a thread in every participant."""
+"""How many traces of a function are cached."""
 
 EAGER = "RAYCOLLECT_STEP"
 
@@ -41,10 +41,10 @@ class CacheInfo(NamedTuple):
     """How often a step's function was traced; see `Step.cache_info`.
 
     Attributes:
-        hits: Calls that ran a trace of an earlier call.
-        misses: Calls for which the function was traced.
-        maxsize: How many traces are kept.
-        currsize: How many there are.
+        hits: The number of calls that ran a trace of an earlier call.
+        misses: The number of calls for which the function was traced.
+        maxsize: How many traces are cached at most.
+        currsize: How many traces are cached.
     """
 
     hits: int
@@ -67,7 +67,7 @@ class _Traces:
     def __init__(self, function: Callable[..., Any], options: _Options, *, bound: bool = False) -> None:
         self.function = function
         self.options = options
-        self.forms: dict[Hashable, Trace] = {}  # by the keys of calls; those that were used last
+        self.forms: dict[Hashable, Trace] = {}  # by the keys of calls; the most recently used ones
         self.hits = self.misses = self._now = 0
         self.is_eager: bool = options.eager or os.environ.get(EAGER) == "eager"
         self._reader = CallReader(function, options.static, bound=bound)
@@ -75,7 +75,7 @@ class _Traces:
         self._has_warned = False
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, async_op: bool) -> Any:
-        """Runs the function, by a trace that fits, or by a new one."""
+        """Runs the function by a cached trace, or by a new one."""
         values, leaves = self._reader.values(args, kwargs), list[Any]()
         key = self._reader.read(values, leaves)
         trace, begun = self._find(key), None
@@ -83,7 +83,7 @@ class _Traces:
             if trace is not None:
                 try:
                     begun = trace.begin(leaves)
-                except (CaptureBrokenError, GroupError):  # a run failed, or its groups and their members have changed
+                except (CaptureBrokenError, GroupError):  # a run failed, or groups or their members have changed
                     if self.forms.get(key) is trace:
                         self.forms.pop(key, None)
             if trace is None or begun is None:
@@ -93,57 +93,57 @@ class _Traces:
             return trace.end(begun, async_op=async_op)
 
     def look(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:
-        """The trace of a call, without a run."""
+        """Returns the trace of a call, without a run."""
         values = self._reader.values(args, kwargs)
         key = self._reader.read(values, [])
         return self._find(key) or self._trace(key, values)
 
     def _find(self, key: Hashable) -> Trace | None:
-        found = self.forms.get(key)
-        if found is not None:
+        trace = self.forms.get(key)
+        if trace is not None:
             self._now += 1
-            found.used = self._now
+            trace.used = self._now
             self.hits += 1
-        return found
+        return trace
 
     def _trace(self, key: Hashable, values: Sequence[Any]) -> Trace:
         with self._tracing:
-            found = self._find(key)  # another thread has made it
-            if found is not None:
-                return found
+            existing = self._find(key)  # another thread may have made it
+            if existing is not None:
+                return existing
             options = self.options
-            made = Trace.of(
+            trace = Trace.of(
                 self.function, self._reader, values, staging_nbytes=options.staging_nbytes, timeout_s=options.timeout_s
             )
             self.misses += 1
             self._now += 1
-            made.used = self._now
-            self.forms[key] = made
+            trace.used = self._now
+            self.forms[key] = trace
             if len(self.forms) <= MOST_FORMS:
-                return made
-            oldest, _ = min(list(self.forms.items()), key=lambda one: one[1].used)
+                return trace
+            oldest, _ = min(list(self.forms.items()), key=lambda item: item[1].used)
             self.forms.pop(oldest, None)
             if not self._has_warned:
                 self._has_warned = True
                 _log.warning(
-                    "step %s was traced for more than %d kinds of arguments, and the oldest trace is dropped: to trace "
-                    "takes milliseconds. Arrays of few shapes, and objects that stay, need few traces",
+                    "step %s was traced for more than %d kinds of arguments, and the oldest trace is dropped: tracing "
+                    "takes milliseconds. Use arrays of few shapes, and the same objects, to need few traces",
                     getattr(self.function, "__qualname__", self.function),
                     MOST_FORMS,
                 )
-            return made
+            return trace
 
     def close(self) -> None:
         with self._tracing:
             traces, self.forms = self.forms, {}
-        for one in list(traces.values()):
-            one.close()
+        for trace in list(traces.values()):
+            trace.close()
 
 
 class Step(Generic[_P]):
     """A function that `step` decorates. Any thread may call it.
 
-    It is called as the function is, and is released with all its traces when nobody refers to it any more.
+    It is called like the function. It is released with all its traces when the last reference to it is dropped.
     """
 
     def __init__(self, function: Callable[_P, Any], options: _Options) -> None:
@@ -156,23 +156,23 @@ class Step(Generic[_P]):
         """Runs the function.
 
         Returns:
-            What the function returns, in its structure: values in the place of refs, but where it calls `keep`.
+            The result of the function, in its structure: refs are replaced by their values, unless marked by `keep`.
 
         Raises:
-            TracedValueError: While it is traced, the function uses an argument, or what a call gives, as a value.
-            UnrecordableCallError: It calls a task, or creates an actor.
+            TracedValueError: The function uses an argument, or the result of a call, as a value while it is traced.
+            UnrecordableCallError: The function calls a task, or creates an actor.
             MethodError: A method raised.
-            RefusedError, GroupError, FaultError: As collectives do.
+            RefusedError, GroupError, FaultError: As for collectives.
         """
         traces, given = self._traces, (*self._before, *args) if self._before else args
         if recording() is not None:  # a step in a step is a part of it
-            return unkept(traces.function(*given, **kwargs))
+            return unwrap(traces.function(*given, **kwargs))
         if traces.is_eager:
             return run_eagerly(traces.function, given, kwargs)
         return traces.run(given, kwargs, async_op=False)
 
     def start(self, *args: _P.args, **kwargs: _P.kwargs) -> CapturedRun | EndedRun:
-        """Begins a run; several may be under way. Its `wait` returns what a call returns; it can be awaited as well."""
+        """Begins a run; several may be under way. Its `wait` returns the result of a call; it is awaitable."""
         traces, given = self._traces, (*self._before, *args)
         if recording() is not None:
             raise CaptureError(
@@ -183,21 +183,21 @@ class Step(Generic[_P]):
         return traces.run(given, kwargs, async_op=True)  # type: ignore[no-any-return]
 
     def explain(self, *args: _P.args, **kwargs: _P.kwargs) -> str:
-        """What each run does that is called like this, as text; traces the function if need be, and runs nothing."""
+        """Describes a run with these arguments as text; traces the function if needed, and runs nothing."""
         return self._traces.look((*self._before, *args), kwargs).capture.explain()
 
     def plan(self, *args: _P.args, **kwargs: _P.kwargs) -> StepExplanation:
-        """What `explain` says, as values; errors as of `Capture.plan`."""
+        """Returns the values of `explain`; raises the errors of `Capture.plan`."""
         return self._traces.look((*self._before, *args), kwargs).capture.plan()
 
     def close(self) -> None:
-        """Releases all traces, and what they hold; aborts runs under way. The next call traces the function again."""
+        """Releases all traces and their resources; aborts runs under way. The next call traces the function again."""
         self._traces.close()
         for _, traces in list(self._of_objects.values()):
             traces.close()
 
     def cache_info(self) -> CacheInfo:
-        """How often the function was traced, and how many traces are kept; those of a method by object."""
+        """Returns how often the function was traced, and how many traces are cached; for a method, of one object."""
         traces = self._traces
         return CacheInfo(traces.hits, traces.misses, MOST_FORMS, len(traces.forms))
 
@@ -216,27 +216,27 @@ class Step(Generic[_P]):
         return bound
 
     def _traces_of(self, instance: Any) -> _Traces:
-        found = self._of_objects.get(id(instance))
-        if found is not None and found[0]() is instance:
-            return found[1]
+        entry = self._of_objects.get(id(instance))
+        if entry is not None and entry[0]() is instance:
+            return entry[1]
         traces = _Traces(self._traces.function, self._traces.options, bound=True)
         of_objects, key = weakref.ref(self), id(instance)
 
         def forget(dead: weakref.ref[Any]) -> None:
             step = of_objects()
-            known = None if step is None else step._of_objects.get(key)
-            if step is not None and known is not None and known[0] is dead:
+            current = None if step is None else step._of_objects.get(key)
+            if step is not None and current is not None and current[0] is dead:
                 del step._of_objects[key]
 
         try:
             reference = weakref.ref(instance, forget)
-        except TypeError:  # it is a static argument like others, then
+        except TypeError:  # the object is treated as a static argument
             return self._traces
         with self._traces._tracing:
-            found = self._of_objects.get(key)
-            if found is None or found[0]() is not instance:
-                found = self._of_objects[key] = reference, traces
-            return found[1]
+            entry = self._of_objects.get(key)
+            if entry is None or entry[0]() is not instance:
+                entry = self._of_objects[key] = reference, traces
+            return entry[1]
 
     def __reduce__(self) -> Any:
         return _bound if self._before else Step, (self._traces.function, self._traces.options, *self._before)
@@ -244,7 +244,7 @@ class Step(Generic[_P]):
     @html.shown
     def _repr_html_(self) -> str:
         traces = list(self._traces.forms.values())
-        return "".join(one.capture._repr_html_() for one in traces) or html.block("step", repr(self))
+        return "".join(trace.capture._repr_html_() for trace in traces) or html.block("step", repr(self))
 
     def __repr__(self) -> str:
         info = self.cache_info()
@@ -290,24 +290,24 @@ def step(
 ) -> Any:
     """Makes a function of plain driver code run as a captured step.
 
-    The first call traces the function: the driver's operations, and ``actor.method.remote()`` of participants, are
-    recorded, with what stands for their values. Then it runs what was recorded, as every further call does, without
-    a Ray call. Python code between the calls runs while the function is traced, and then no more.
+    The first call traces the function: it records the driver's operations and ``actor.method.remote()`` of
+    participants, with placeholders for their values. The first and every further call run the recorded operations,
+    without a Ray call. Python code between the calls runs only while the function is traced.
 
     Numbers, strings, bytes, arrays and CPU tensors, alone or in lists, tuples and dicts, are arguments of the step:
-    each call may give others. A call with another structure, dtype or shape, or with other objects of any other type,
-    traces the function again; so does one after members of a group have changed, and after a run that failed.
+    each call may pass other values. A call with another structure, dtype or shape, or with other objects of other
+    types, traces the function again. So does a call after members of a group have changed, or after a failed run.
 
     Args:
         function: The function, which is neither asynchronous nor a generator.
-        static: Parameters whose values the function's Python code may use; it is traced for each of them.
+        static: Parameters whose values the function's Python code may use; each value needs a trace of its own.
         eager: True: each call runs the function through Ray, for debugging, as the environment variable
             ``RAYCOLLECT_STEP=eager`` has all steps do. Results are equal.
         staging_nbytes: As for `batch`.
         timeout_s: As for `capture`.
 
     Raises:
-        InvalidArgumentError: An argument makes no sense.
+        InvalidArgumentError: An invalid argument.
     """
     check_arguments("step", staging_nbytes, timeout_s, eager=eager)
     names = (static,) if isinstance(static, str) else tuple(static)
@@ -318,11 +318,11 @@ def step(
 
 
 def _decorated(function: Callable[_P, Any], options: _Options) -> Step[_P]:
-    found = ""
+    actual = ""
     if not callable(function) or isinstance(function, type):
-        found = repr(function)
+        actual = repr(function)
     elif inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        found = f"{function.__qualname__}, which is asynchronous or a generator"
-    if found:
-        refuse("step", [wrong_argument("function", found, "a plain function; await what its `start` returns")])
+        actual = f"{function.__qualname__}, which is asynchronous or a generator"
+    if actual:
+        refuse("step", [wrong_argument("function", actual, "a plain function; await what its `start` returns")])
     return Step(function, options)

@@ -1,4 +1,4 @@
-"""One trace of a step's function: a captured step, and what its runs are given and return."""
+"""One trace of a step's function: a captured step, with the arguments and results of its runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Begun(NamedTuple):
     """A run that has begun."""
 
     given: dict[str, Any]
-    installed: Installed | None  # None: there is nothing to run
+    installed: Installed | None  # None: the function calls nothing
     tracker: PlanTracker | None
 
 
@@ -25,8 +25,8 @@ class Trace:
     """One trace of a function. Any thread may run it.
 
     Attributes:
-        capture: The captured step; it holds none where the function has called nothing.
-        used: When it was used last, as its function counts its calls.
+        capture: The captured step; empty if the function has called nothing.
+        used: The number of the call that used it last.
     """
 
     __slots__ = ("_is_empty", "_names", "capture", "used")
@@ -47,7 +47,7 @@ class Trace:
         staging_nbytes: int,
         timeout_s: float | None,
     ) -> Trace:
-        """Traces a function: runs its Python code, and nothing else. Raises what it raises; then nothing is left."""
+        """Traces a function by running its Python code only. If the function raises, the trace is released."""
         names: list[str] = []
         capture = TracedCapture(staging_nbytes=staging_nbytes, timeout_s=timeout_s)
 
@@ -63,19 +63,19 @@ class Trace:
         return cls(capture, names)
 
     def begin(self, leaves: Sequence[Any]) -> Begun:
-        """Begins a run; raises CaptureBrokenError or GroupError where nothing was sent, and another trace may run."""
+        """Begins a run; CaptureBrokenError or GroupError: nothing was sent, and the function can be traced again."""
         given = dict(zip(self._names, leaves, strict=True))
         if self._is_empty:
             return Begun(given, None, None)
         return Begun(given, *self.capture.begin(given))
 
     def end(self, begun: Begun, *, async_op: bool) -> Any:
-        """Waits for a run, and returns what the function returns; `async_op`: returns a `CapturedRun` at once."""
+        """Waits for a run, and returns the function's result; with `async_op`, returns a `CapturedRun` at once."""
         given, installed, tracker = begun
         if installed is not None and tracker is not None:
             return self.capture._begun_run(installed, tracker, given, async_op=async_op)
         return EndedRun(partial(self.capture.fixed, given)) if async_op else self.capture.fixed(given)
 
     def close(self) -> None:
-        """Releases it."""
+        """Releases the captured step."""
         self.capture.close()

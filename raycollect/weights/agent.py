@@ -1,7 +1,7 @@
-"""What the participants of publications and subscriptions do when their driver says so; inside the actor.
+"""The functions that a driver calls in the actors of publications and subscriptions; inside the actor.
 
-A driver calls these functions by `__ray_call__`, so that they take their places in the actor's queue: what a method
-sees does not change while it runs. Reads of other processes are served beside methods (`pos.fetch`).
+A driver calls these functions by `__ray_call__`, so they run in the order of the actor's queue, and no weights change
+while a method runs. `pos.fetch` serves reads of other processes while methods run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from raycollect.member.participant import describe, this_participant
 from raycollect.member.runtime import Runtime, this_runtime
 from raycollect.pos import Container, Range, held
 from raycollect.weights.atoms import Layouts
-from raycollect.weights.directory import Holders, Member
+from raycollect.weights.directory import Holders, RankProcess
 from raycollect.weights.local_side import LocalSide
 from raycollect.weights.protocol import Atom, Digests, Version, shown_by_all
 from raycollect.weights.receipts import RankReceipt
@@ -35,11 +35,11 @@ from raycollect.weights.receiver import Receiver
 from raycollect.weights.source import WAIT_S, Source
 
 TOLD_NBYTES, TOLD_S = 8 << 20, 0.1
-"""A stream tells of its parts when they are so many bytes, or so many seconds after it has told of others."""
+"""A stream reports its parts when they have so many bytes, or so many seconds after the last report."""
 
 
 class _Agents:
-    """What this process has of publications and subscriptions."""
+    """The sources and receivers of this process."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.lock = threading.Lock()
@@ -54,14 +54,14 @@ def _locked() -> Iterator[_Agents]:
         yield agents
 
 
-Attached = tuple[Member, Version | None]
-"""Who a rank is, and the version that it shows already, of an earlier subscription of the same tensors."""
+Attached = tuple[RankProcess, Version | None]
+"""The process of a rank, and the version that it shows already by an earlier subscription of the same tensors."""
 
 
 def check_side(actor: Any, op: str, key: Key, layouts: Layouts, rank: int) -> list[Range]:
-    """Raises what `attach_source` or `attach_receiver` would, whose other ranks would have taken places by then.
+    """Raises the errors of `attach_source` or `attach_receiver`, before any rank is attached.
 
-    Returns where the tensors lie that are to be written.
+    Returns the memory ranges of the tensors that are to be written.
     """
     is_written = op == "subscribe"
     _member(actor, op)
@@ -70,18 +70,18 @@ def check_side(actor: Any, op: str, key: Key, layouts: Layouts, rank: int) -> li
 
 
 def attach_source(actor: Any, name: str, epoch: int, key: Key, layouts: Layouts, rank: int) -> Attached:
-    """This process has a rank of a publisher; those of earlier epochs end."""
-    member, made = _member(actor, "publish"), Source(this_participant(), _held(key), layouts, rank, actor)
+    """Makes this process a rank of a publisher, and ends its ranks of earlier epochs."""
+    member, source = _member(actor, "publish"), Source(this_participant(), _held(key), layouts, rank, actor)
     with _locked() as agents:
-        known, sources = _sources(agents, name)
-        if known > epoch:
-            raise PublisherReplacedError(name=name, rank=rank, detail=f"epoch {known} has begun")
-        if known < epoch:
+        current, sources = _sources(agents, name)
+        if current > epoch:
+            raise PublisherReplacedError(name=name, rank=rank, detail=f"epoch {current} has begun")
+        if current < epoch:
             _close(sources)
             agents.sources[name] = epoch, sources
-        elif rank in sources:  # of a publisher whose records are lost
+        elif rank in sources:  # a publisher whose records are lost
             sources[rank].close()
-        sources[rank] = made
+        sources[rank] = source
     return member, None
 
 
@@ -94,7 +94,12 @@ def seal(
     attempt: bytes,
     limit_s: float = WAIT_S,
 ) -> tuple[Key, Digests]:
-    """`Source.seal`; PublisherReplacedError: another publisher has this process since; VersionNotPutError: none has."""
+    """Calls `Source.seal`.
+
+    Raises:
+        PublisherReplacedError: A later publisher has taken this process.
+        VersionNotPutError: No publisher has this process.
+    """
     with this_participant().methods.guard():
         return _source(name, rank, version).seal(version, among, attempt, limit_s)
 
@@ -102,7 +107,7 @@ def seal(
 def seal_part(
     actor: Any, name: str, rank: int, version: Version, among: Sequence[Atom] | None, attempt: bytes, part: object
 ) -> tuple[Key, Digests]:
-    """`Source.seal_part`; raises as `seal`."""
+    """Calls `Source.seal_part`; raises the errors of `seal`."""
     source = _source(name, rank, version)
     with this_participant().methods.guard(), _failing(source, version, attempt, "a part"):
         return source.seal_part(version, among, attempt, part)
@@ -119,9 +124,9 @@ def seal_parts(
     *args: Any,
     **kwargs: Any,
 ) -> Iterator[tuple[Key, Digests]]:
-    """`Source.seal_part` of each item that a method of the actor yields; raises as `seal`.
+    """Calls `Source.seal_part` for each item that a method of the actor yields; raises the errors of `seal`.
 
-    Small parts are told together: each time costs some ms of a core, here and in each receiver.
+    Small parts are reported together: a report costs some ms of a core, here and in each receiver.
     """
     source = _source(name, rank, version)
     with this_participant().methods.guard(), _failing(source, version, attempt, f"{method!r}"):
@@ -129,9 +134,9 @@ def seal_parts(
         sealed: dict[Atom, bytes] = {}
         nbytes, told_s = 0, time.monotonic()
         for part in getattr(actor, method)(*args, **kwargs):
-            key, found = source.seal_part(version, among, attempt, part)
-            sealed.update(found)
-            nbytes += source.nbytes(found)
+            key, part_digests = source.seal_part(version, among, attempt, part)
+            sealed.update(part_digests)
+            nbytes += source.nbytes(part_digests)
             if nbytes >= TOLD_NBYTES or time.monotonic() - told_s >= TOLD_S:
                 yield key, sealed
                 sealed, nbytes, told_s = {}, 0, time.monotonic()
@@ -141,7 +146,7 @@ def seal_parts(
 
 @contextmanager
 def _failing(source: Source, version: Version, attempt: bytes, what: str) -> Iterator[None]:
-    """Where something raises, the version can't be sealed any more."""
+    """Fails the attempt to seal a version if the block raises."""
     try:
         yield
     except RaycollectError as exc:
@@ -152,41 +157,41 @@ def _failing(source: Source, version: Version, attempt: bytes, what: str) -> Ite
 
 
 def detach_source(actor: Any, name: str, epoch: int) -> None:
-    """Ends what `attach_source` began."""
+    """Undoes `attach_source`."""
     with _locked() as agents:
-        known, sources = _sources(agents, name)
-        if known == epoch:
+        current, sources = _sources(agents, name)
+        if current == epoch:
             del agents.sources[name]
             _close(sources)
 
 
 def _close(some: dict[int, Any]) -> None:
-    for one in some.values():
-        one.close()
+    for side in some.values():
+        side.close()
     some.clear()
 
 
 def attach_receiver(
     actor: Any, name: str, subscription: str, key: Key, layouts: Layouts, rank: int, inplace: bool
 ) -> Attached:
-    """This process has a rank of a receiver group, and no other group has its tensors any more.
+    """Makes this process a rank of a receiver group, and takes its tensors from any other group.
 
-    If the other one was of the same form, this one goes on with what it had.
+    If the other group has the same form, its receiver is taken over with its state.
     """
     member = _member(actor, "subscribe")
-    made = Receiver(this_participant(), name, _held_to_be_written(key), layouts, rank, inplace=inplace, actor=actor)
+    receiver = Receiver(this_participant(), name, _held_to_be_written(key), layouts, rank, inplace=inplace, actor=actor)
     with _locked() as agents:
-        for of, known in agents.receivers.items():
-            for at, one in list(known.items()):
-                if of == subscription or not made.where or one.where_now() != made.where:
+        for of, by_rank in agents.receivers.items():
+            for at, other in list(by_rank.items()):
+                if of == subscription or not receiver.where or other.where_now() != receiver.where:
                     continue
-                del known[at]
-                if one.form == made.form:
-                    made = one
+                del by_rank[at]
+                if other.form == receiver.form:
+                    receiver = other
                 else:
-                    one.withdraw()
-        agents.receivers.setdefault(subscription, {})[rank] = made
-    return member, made.state.shown
+                    other.withdraw()
+        agents.receivers.setdefault(subscription, {})[rank] = receiver
+    return member, receiver.state.shown
 
 
 def stage(
@@ -197,14 +202,14 @@ def stage(
     holders: Holders,
     timeout_s: float,
 ) -> tuple[RankReceipt, tuple[Key, ...]]:
-    """`Receiver.stage`, in place between two methods; also the keys of holders that did not have the version."""
+    """Calls `Receiver.stage`, in place between two methods; also returns the keys of holders without the version."""
     receiver = _receiver(subscription, rank)
     with this_participant().methods.guard() if receiver.inplace else nullcontext():
-        return receiver.stage(version, holders, timeout_s), receiver.gone
+        return receiver.stage(version, holders, timeout_s), receiver.stale_holders
 
 
 def open_stream(actor: Any, subscription: str, rank: int, version: Version, among: Sequence[Atom]) -> None:
-    """`Receiver.open_stream`."""
+    """Calls `Receiver.open_stream`."""
     _receiver(subscription, rank).open_stream(version, among)
 
 
@@ -217,61 +222,61 @@ def land(
     holders: Holders,
     limit_s: float,
 ) -> int:
-    """`Receiver.land`."""
+    """Calls `Receiver.land`."""
     return _receiver(subscription, rank).land(version, part, holders, limit_s)
 
 
 def show(actor: Any, subscription: str, rank: int, version: Version, limit_s: float = WAIT_S) -> Key | None:
-    """`Receiver.show`, between two methods."""
+    """Calls `Receiver.show`, between two methods."""
     with this_participant().methods.guard():
         return _receiver(subscription, rank).show(version, limit_s)
 
 
 def detach_receiver(actor: Any, subscription: str) -> None:
-    """Ends what `attach_receiver` began; the tensors stay as they are."""
+    """Undoes `attach_receiver`; the tensors keep their values."""
     with _locked() as agents:
         _close(agents.receivers.pop(subscription, {}))
 
 
 def drop_receiver(actor: Any, subscription: str) -> None:
-    """Ends an `attach_receiver` that came to nothing, as another rank refused: who is dirty stays so."""
+    """Undoes an `attach_receiver` because another rank refused; a dirty receiver stays dirty."""
     with _locked() as agents:
-        for one in agents.receivers.pop(subscription, {}).values():
-            one.withdraw()
+        for receiver in agents.receivers.pop(subscription, {}).values():
+            receiver.withdraw()
 
 
 def shown(subscription: str) -> tuple[bool, Version | None]:
-    """Whether this process has a rank of a subscription, and the version that its methods see."""
+    """Returns whether this process has a rank of a subscription, and the version that its methods see."""
     with _locked() as agents:
         ranks = list(agents.receivers.get(subscription, {}).values())
-    return bool(ranks), shown_by_all(one.state.shown for one in ranks)
+    return bool(ranks), shown_by_all(receiver.state.shown for receiver in ranks)
 
 
 def _source(name: str, rank: int, version: Version) -> Source:
     with _locked() as agents:
-        known, sources = _sources(agents, name)
+        current, sources = _sources(agents, name)
         source = sources.get(rank)
     where: dict[str, Any] = {"name": name, "version": str(version), "rank": rank}
-    if known > version.epoch:
-        raise PublisherReplacedError(**where, detail=f"epoch {known} has begun")
-    if known < version.epoch or source is None:
-        raise VersionNotPutError(**where, detail="the publication was closed, or its process was started anew")
+    if current > version.epoch:
+        raise PublisherReplacedError(**where, detail=f"epoch {current} has begun")
+    if current < version.epoch or source is None:
+        raise VersionNotPutError(**where, detail="the publication was closed, or its process has restarted")
     return source
 
 
 def _sources(agents: _Agents, name: str) -> tuple[int, dict[int, Source]]:
-    """The epoch of a name here, and its ranks; the caller holds the lock."""
+    """Returns the epoch of a publication in this process, and its sources by rank; the caller holds the lock."""
     return agents.sources.get(name, (0, {}))
 
 
 def _receiver(subscription: str, rank: int) -> Receiver:
     with _locked() as agents:
-        found = agents.receivers.get(subscription, {}).get(rank)
-    if found is None:
+        receiver = agents.receivers.get(subscription, {}).get(rank)
+    if receiver is None:
         raise VersionNotWholeError(
-            name="", rank=rank, detail="its process was started anew, or others subscribed its tensors"
+            name="", rank=rank, detail="its process has restarted, or another subscription has its tensors"
         )
-    return found
+    return receiver
 
 
 def _held(key: Key) -> Container:
@@ -279,16 +284,16 @@ def _held(key: Key) -> Container:
 
 
 def _held_to_be_written(key: Key) -> Container:
-    """As `_held`; also what a collective, or an update in place, has left dirty: the next update overwrites it."""
+    """Finds a container as `_held` does, and also a dirty one: the next update overwrites it."""
     try:
         return _held(key)
     except TensorDirtyError:
         return cast("Container", this_participant().store.current(key))
 
 
-def _member(actor: Any, op: str) -> Member:
+def _member(actor: Any, op: str) -> RankProcess:
     member = describe(actor)
     if not member["ordered"]:
-        found = "async, threaded or with concurrency groups, so that its methods overlap"
-        raise refusal(op, "", (Violation(kind="unsupported", field="actor", found=found, actor=member["actor"]),))
-    return Member(**{name: member[name] for name in ("address", "actor", "incarnation", "machine")})
+        actual = "async, threaded or with concurrency groups, so that its methods overlap"
+        raise refusal(op, "", (Violation(kind="unsupported", field="actor", found=actual, actor=member["actor"]),))
+    return RankProcess(**{name: member[name] for name in ("address", "actor", "incarnation", "machine")})

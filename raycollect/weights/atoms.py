@@ -1,8 +1,8 @@
-"""Atoms: the parts of tensors that are read, checked and remembered one by one.
+"""Atoms: the parts of tensors that are read and verified one by one.
 
-The tensors of a publication are cut wherever a box of the publisher begins or ends, or one of a receiver that is known,
-so that a receiver's boxes are made of whole atoms. One that is known later than the version takes the atoms around its
-boxes.
+The tensors of a publication are cut at the bounds of all boxes of the publisher and of the registered receivers, so
+that a receiver's boxes consist of whole atoms. A receiver that registers after the version was put reads all atoms that
+overlap its boxes.
 """
 
 from __future__ import annotations
@@ -31,45 +31,45 @@ from raycollect.planner.reshard.request import local_tensors
 from raycollect.weights.protocol import Atom
 
 MOST_NBYTES = 16 << 20
-"""An atom has at most so many bytes: what is read again where it came wrong, and what lies in memory in between."""
+"""The most bytes of an atom: an atom with the wrong digest is read again, and an atom may lie in memory twice."""
 
 Layouts = Mapping[str, Layout]
 """Layouts by name of the global tensor; a single one has the name ``""``."""
 
 
 def cut(src: Layouts, others: Iterable[Layouts]) -> tuple[Atom, ...]:
-    """The atoms of a publication, in order of the names."""
+    """Returns the atoms of a publication, in order of the names."""
     readers = list(others)
-    known: dict[object, list[Box]] = {}
-    found = []
+    boxes_of: dict[object, list[Box]] = {}
+    result = []
     for name, layout in src.items():
         tables = [
             layout.regions,
-            *(one[name].regions for one in readers if name in one and one[name].shape == layout.shape),
+            *(reader[name].regions for reader in readers if name in reader and reader[name].shape == layout.shape),
         ]
         key = (layout.itemsize, *dict.fromkeys(tables))
-        if key not in known:
+        if key not in boxes_of:
             every = [region.bounds for table in tables for region in table.rows]
             pieces = (halved(box, -(-volume(box) * layout.itemsize // MOST_NBYTES)) for box, _ in atoms(every))
-            known[key] = [piece for some in pieces for piece in some]
-        found += [(name, box) for box in known[key]]
-    return tuple(found)
+            boxes_of[key] = [piece for some in pieces for piece in some]
+        result += [(name, box) for box in boxes_of[key]]
+    return tuple(result)
 
 
 def source_faults(src: Layouts) -> Iterator[Violation]:
-    """What keeps a side from being a publisher: addends, and elements that no rank has."""
+    """Yields the reasons why a side can't be a publisher: addends, and elements that no rank has."""
     yield from fused_faults("layout", tuple(src.items()), is_written=False)
     for name, layout in src.items():
         if layout.regions.parts > 1:
             yield wrong_layout(f"layout of {name!r}", "a partial sum", "values: reduce it first")
-        elif (held := sum(volume(box) for box, _ in atoms([one.bounds for one in layout.regions.rows]))) != prod(
+        elif (held := sum(volume(box) for box, _ in atoms([region.bounds for region in layout.regions.rows]))) != prod(
             layout.shape
         ):
             yield wrong_layout(f"layout of {name!r}", f"{held} elements", f"all {prod(layout.shape)} of the tensor")
 
 
 def target_faults(dst: Layouts) -> Iterator[Violation]:
-    """What keeps a side from being a receiver of any publisher: addends, and elements that are written twice."""
+    """Yields the reasons why a side can't be a receiver: addends, and elements that are written twice."""
     yield from fused_faults("layout", tuple(dst.items()), is_written=True)
     for name, layout in dst.items():
         if layout.regions.parts > 1:
@@ -77,7 +77,7 @@ def target_faults(dst: Layouts) -> Iterator[Violation]:
 
 
 def reader_faults(dst: Layouts, src: Layouts) -> Iterator[Violation]:
-    """What keeps a receiver from being served by a publisher."""
+    """Yields the reasons why a publisher can't serve a receiver."""
     for name, layout in dst.items():
         if name not in src:
             yield wrong_layout(f"layout of {name!r}", "of a tensor that is not published", "one that is")
@@ -87,65 +87,67 @@ def reader_faults(dst: Layouts, src: Layouts) -> Iterator[Violation]:
             expected = f"{src[name].dtype}, or a layout that asks for it (astype)"
             yield wrong_layout(f"layout of {name!r}", f"dtype {layout.dtype}", expected)
         elif layout.dtype != src[name].dtype and (expected := objection(src[name], layout)):
-            found = f"dtype {layout.dtype}, made of {src[name].dtype}"
-            yield wrong_layout(f"layout of {name!r}", found, expected)
+            actual = f"dtype {layout.dtype}, made of {src[name].dtype}"
+            yield wrong_layout(f"layout of {name!r}", actual, expected)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class AtomPart:
     """A part of an atom in a rank's local tensors.
 
     Attributes:
         name: The global tensor.
-        part: The box of the atom, or the part of it that the rank has.
-        at: Where that begins in the local tensor.
+        box: The box of the atom, or the part of it that the rank has.
+        at: Where the box begins in the local tensor.
     """
 
     name: str
-    part: Box
+    box: Box
     at: Point
 
     @property
     def size(self) -> Point:
-        """The size in each dimension."""
-        return extent(self.part)
+        """The extent in each dimension."""
+        return extent(self.box)
 
 
-def places(layouts: Layouts, rank: int, among: Sequence[Atom], *, whole: bool) -> dict[Atom, tuple[Place, ...]]:
-    """Where the atoms lie on a rank; `whole`: only those of which it has all, in one place each."""
+def places(layouts: Layouts, rank: int, among: Sequence[Atom], *, whole: bool) -> dict[Atom, tuple[AtomPart, ...]]:
+    """Returns where atoms lie on a rank; with `whole`, only atoms that lie there as one box."""
     boxes: dict[str, list[Box]] = {}
     for name, box in among:
         boxes.setdefault(name, []).append(box)
-    found: dict[Atom, tuple[Place, ...]] = {}
-    known: dict[object, list[tuple[Box, Region]]] = {}
+    result: dict[Atom, tuple[AtomPart, ...]] = {}
+    overlaps: dict[object, list[tuple[Box, Region]]] = {}
     for name, some in boxes.items():
         if name not in layouts:
             continue
         key = layouts[name].regions, tuple(some)
-        if key not in known:
+        if key not in overlaps:
             index = BoxIndex(some)
             regions = layouts[name].regions.of_rank.get(rank, ())
-            known[key] = [(some[at], one) for one in regions if one.volume for at in index.over(one.bounds)]
-        for box, region in known[key]:
+            overlaps[key] = [
+                (some[at], region) for region in regions if region.volume for at in index.over(region.bounds)
+            ]
+        for box, region in overlaps[key]:
             part = common(box, region.bounds)
             assert part is not None
-            if whole and (not is_inside(box, region.bounds) or (name, box) in found):
+            if whole and (not is_inside(box, region.bounds) or (name, box) in result):
                 continue
             lo, _ = moved(part, region.bounds[0], region.at)
-            found[name, box] = (*found.get((name, box), ()), Place(name, part, lo))
-    return found
+            result[name, box] = (*result.get((name, box), ()), AtomPart(name, part, lo))
+    return result
 
 
 def held_places(layouts: Layouts, rank: int, among: Sequence[Atom]) -> dict[Atom, tuple[int, Point]]:
-    """The atoms that a rank has: each one's tensor among the local ones, and where it begins there."""
-    keys = [one.key for one in local_tensors(tuple(layouts.items())).get(rank, ())]
+    """Returns the atoms that a rank has: the index of the local tensor, and where the atom begins in it."""
+    keys = [tensor.key for tensor in local_tensors(tuple(layouts.items())).get(rank, ())]
     return {
-        atom: (keys.index(layouts[atom[0]].key or atom[0]), one.at)
-        for atom, (one,) in places(layouts, rank, among, whole=True).items()
+        atom: (keys.index(layouts[atom[0]].key or atom[0]), part.at)
+        for atom, (part,) in places(layouts, rank, among, whole=True).items()
     }
 
 
 def shown(atom: Atom) -> str:
-    """An atom in words."""
+    """Returns an atom as text."""
     name, box = atom
     return f"{name!r}{words(box)}"

@@ -1,11 +1,11 @@
-"""The directory of publications: who publishes, which versions there are, and which processes hold them.
+"""The directory of publications: the publishers, their versions, and the processes that hold each version.
 
-Its records lie in Ray's internal key-value store, for all jobs of the cluster. A record of an epoch or a version is
-written once and never changed. A holder's record is a hint: it may have gone, or have gone on to another version, which
-whoever asks it finds out, and then removes the record. A publisher removes what is older than its two newest versions,
-and with its first version all of earlier epochs. Whoever publishes removes other publications that ended without a
-`close` (`sweep`). Of each name the record of its last epoch stays, some 50 bytes, so that no epoch comes twice. Nothing
-breaks if all of it is lost; the next put writes what counts.
+The records lie in Ray's internal key-value store, for all jobs of the cluster. A record of an epoch or a version is
+written once and never changed. A holder's record is a hint: the holder may have ended or moved on to another version; a
+receiver that fails to read from it removes the record. A publisher removes the records of all but its two newest
+versions, and with its first version those of earlier epochs. `publish` also removes other publications that ended
+without a `close` (`sweep`). The record of a name's last epoch stays, some 50 bytes, so that no epoch number is used
+twice. If all records are lost, the next put writes them again.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from raycollect.weights.protocol import Atom, Version
 _NAMESPACE = b"raycollect"
 _ROOT = "weights/"
 _TIMEOUT_S, _LEAST_S = 30.0, 0.05
-"""The most that one request may take, and the least: what was done by then is still to be said, in seconds."""
+"""The most seconds that one request may take, and the least: a result is still posted after the deadline."""
 _ENDED = "-"
-"""In place of a publisher's process, of one that was closed."""
+"""Replaces the publisher's process in the record of a closed publication."""
 MOST_SWEPT = 16
-"""How many publications one `sweep` looks into, of those whose publishers have ended."""
+"""How many publications of ended publishers one `sweep` examines."""
 
 _Result = TypeVar("_Result")
 
 
-class Member(Wire, frozen=True, kw_only=True):
+class RankProcess(Wire, frozen=True, kw_only=True):
     """The process of a rank.
 
     Attributes:
-        address: Where it serves reads.
-        actor: Its actor, for people.
+        address: The address at which it serves reads.
+        actor: The display name of its actor.
         incarnation: Ray's id of the process.
-        machine: Equal for processes of one host.
+        machine: The id of its host.
     """
 
     address: Address
@@ -60,18 +60,18 @@ class Member(Wire, frozen=True, kw_only=True):
     machine: str
 
 
-class Holder(Wire, frozen=True, kw_only=True):
+class HolderRecord(Wire, frozen=True, kw_only=True):
     """A process that holds one rank's part of a version.
 
     Attributes:
         member: The process.
-        key: Under which key.
-        signature: Of the layouts that say what it holds.
-        rank: Its rank in them.
-        is_publisher: Whether it is one of the publisher's, which is asked last.
+        key: The key under which it serves the tensors.
+        signature: The signature of its side's layouts.
+        rank: Its rank in these layouts.
+        is_publisher: Whether it is a rank of the publisher. Receivers ask the publisher last.
     """
 
-    member: Member
+    member: RankProcess
     key: Key
     signature: bytes
     rank: int
@@ -79,13 +79,13 @@ class Holder(Wire, frozen=True, kw_only=True):
 
 
 Atoms = Mapping[Atom, tuple[int, Point]]
-"""What can be had of a holder: each atom's tensor among those of its key, and its first element there."""
+"""The atoms that a holder serves: the index of the tensor under its key, and where the atom begins in it."""
 
-Holders = Sequence[tuple[Holder, Atoms]]
-"""Whom a rank may ask, in this order."""
+Holders = Sequence[tuple[HolderRecord, Atoms]]
+"""The holders that a rank may read from, in this order."""
 
 
-_HOLDERS = Codec[Holder](Holder, "record of a holder")
+_HOLDERS = Codec[HolderRecord](HolderRecord, "record of a holder")
 _LAYOUTS = Codec[dict[str, bytes]](dict[str, bytes], "layouts")
 _VERSIONS = Codec[Any](GenericAlias(tuple, tuple(get_type_hints(Version).values())), "record of a version")
 
@@ -105,9 +105,9 @@ class _Records:
 
     @contextmanager
     def within(self, timeout_s: float, until_s: float) -> Iterator[None]:
-        """Bounds what all requests of a block take together; those that come later get a moment.
+        """Bounds the time of all requests of a block together; a request after the deadline still gets a moment.
 
-        `timeout_s` is for messages; `until_s` by `time.monotonic`.
+        `timeout_s` is for messages; `until_s` is a time of `time.monotonic`.
         """
         self._limit_s, self._until_s = timeout_s, until_s
         try:
@@ -121,13 +121,13 @@ class _Records:
 
     def _get(self, place: str) -> bytes | None:
         key, get = self._key(place), self._client.internal_kv_get
-        found: bytes | None = self._ask(lambda limit_s: get(key, _NAMESPACE, timeout=limit_s))
-        return found
+        value: bytes | None = self._ask(lambda limit_s: get(key, _NAMESPACE, timeout=limit_s))
+        return value
 
     def _get_all(self, places: Sequence[str]) -> list[bytes | None]:
-        keys, get = [self._key(one) for one in places], self._client.internal_kv_multi_get
-        found = self._ask(lambda limit_s: get(keys, _NAMESPACE, timeout=limit_s))
-        return [found.get(key) for key in keys]
+        keys, get = [self._key(place) for place in places], self._client.internal_kv_multi_get
+        values = self._ask(lambda limit_s: get(keys, _NAMESPACE, timeout=limit_s))
+        return [values.get(key) for key in keys]
 
     def _names(self, place: str) -> list[str]:
         prefix, names = self._key(place), self._client.internal_kv_keys
@@ -149,12 +149,12 @@ class _Records:
             raise VersionError(name=self.name, detail=detail) from exc
 
 
-class Directory(_Records):
+class VersionDirectory(_Records):
     """The records of one publication, for one thread at a time.
 
     Raises:
-        VersionError: From every method: Ray's store does not answer.
-        VersionTimeoutError: The same, and the time of `within` is over.
+        VersionError: Every method: Ray's store does not answer.
+        VersionTimeoutError: Every method: Ray's store has not answered within the time of `within`.
     """
 
     def __init__(self, name: str) -> None:
@@ -165,33 +165,33 @@ class Directory(_Records):
     # ------------------------------------------------------------------------------------------ epochs
 
     def begin_epoch(self, worker: str) -> int:
-        """Takes the next epoch, which nobody else has or had, for a process by Ray's id of it."""
+        """Takes the next unused epoch for a process, given by Ray's id of it."""
         while not self.keep_epoch(epoch := self.epoch() + 1, worker):
             pass
         return epoch
 
     def epoch(self) -> int:
-        """The newest epoch; 0 for none."""
-        return max((int(one) for one in self._names("epochs/")), default=0)
+        """Returns the newest epoch; 0 for none."""
+        return max((int(number) for number in self._names("epochs/")), default=0)
 
     def keep_epoch(self, epoch: int, worker: str) -> bool:
-        """Writes the record of an epoch again, where it was lost; False: there is one."""
+        """Writes the record of an epoch again if it was lost; returns False if the record exists."""
         return self._put(f"epochs/{epoch:08d}", worker.encode(), overwrite=False)
 
     def publisher(self) -> str:
-        """Ray's id of the process that has begun the newest epoch; empty where that was ended, or there is none."""
+        """Returns Ray's id of the process that began the newest epoch; empty if it was closed, or there is no epoch."""
         epoch = self.epoch()
         worker = (self._get(f"epochs/{epoch:08d}") or b"").decode() if epoch else ""
         return "" if worker == _ENDED else worker
 
     def end_epoch(self, epoch: int) -> None:
-        """Says that the publisher of an epoch has closed it. The record stays, so that the next one gets another."""
+        """Marks an epoch as closed. Its record stays, so that the next publisher gets another number."""
         self._put(f"epochs/{epoch:08d}", _ENDED.encode(), overwrite=True)
 
     # ------------------------------------------------------------------------------------------ layouts
 
     def post_layouts(self, layouts: Layouts, epoch: int) -> bytes:
-        """Writes the layouts of a side in an epoch, and returns the name by which others find them."""
+        """Writes the layouts of a side in an epoch, and returns the signature by which others find them."""
         packed = _LAYOUTS.encode({name: layout.to_bytes() for name, layout in layouts.items()})
         signature = blake2b(packed, digest_size=16).digest()
         self._layouts[signature], self._own[signature] = layouts, packed
@@ -199,146 +199,146 @@ class Directory(_Records):
         return signature
 
     def keep_layouts(self, epoch: int) -> None:
-        """Writes the layouts that were posted here, where an epoch does not have them."""
+        """Writes the layouts that this process posted, if an epoch does not have them."""
         for signature, packed in self._own.items():
             self._put(_layouts_at(epoch, signature), packed, overwrite=False)
 
     def layouts(self, signature: bytes, epoch: int) -> Layouts | None:
-        """Those of a name."""
+        """Returns the layouts of a signature; None if unknown."""
         if signature not in self._layouts:
             packed = self._get(_layouts_at(epoch, signature))
             if packed is None:
                 return None
-            found = _LAYOUTS.decode(packed)
-            self._layouts[signature] = {name: Layout.from_bytes(layout) for name, layout in found.items()}
+            encoded = _LAYOUTS.decode(packed)
+            self._layouts[signature] = {name: Layout.from_bytes(layout) for name, layout in encoded.items()}
         return self._layouts[signature]
 
     def all_layouts(self) -> dict[bytes, Layouts]:
-        """Those of all sides that are known, of whatever epoch, in order of their names."""
-        found = {}
-        for signature, epoch in sorted((one[9:], int(one[:8])) for one in self._names("layouts/")):
+        """Returns the layouts of all sides, of any epoch, in order of their signatures."""
+        result = {}
+        for signature, epoch in sorted((entry[9:], int(entry[:8])) for entry in self._names("layouts/")):
             layouts = self.layouts(bytes.fromhex(signature), epoch)
             if layouts is not None:
-                found[bytes.fromhex(signature)] = layouts
-        return found
+                result[bytes.fromhex(signature)] = layouts
+        return result
 
     # ------------------------------------------------------------------------------------------ versions
 
     def post_version(self, version: Version) -> None:
-        """Makes a version known: from now on receivers can ask for it."""
+        """Publishes a version: from now on receivers can update to it."""
         self._put(
             f"versions/{_numbered(version)}",
-            _VERSIONS.encode([getattr(version, one.name) for one in fields(version)]),
+            _VERSIONS.encode([getattr(version, field.name) for field in fields(version)]),
             overwrite=False,
         )
 
     def version(self, epoch: int, number: int) -> Version | None:
-        """One version; None: it is not known any more."""
+        """Returns a version; None if its record was removed."""
         packed = self._get(f"versions/{_numbered(Version(epoch, number))}")
         return None if packed is None else Version(*_VERSIONS.decode(packed))
 
     def latest(self) -> Version | None:
-        """The newest version; None: there is none."""
+        """Returns the newest version; None if no version was put."""
         while names := self._names("versions/"):
             for epoch, number in sorted(map(_number_of, names), reverse=True):
-                if (found := self.version(epoch, number)) is not None:
-                    return found
-            # All were removed since, and a publisher removes them only for newer ones, or as it closes.
+                if (version := self.version(epoch, number)) is not None:
+                    return version
+            # All were removed meanwhile. A publisher removes versions only after newer ones, or when it closes.
         return None
 
     def forget(self, version: Version) -> None:
-        """Removes what is about a version."""
+        """Removes the records of a version."""
         self._delete(f"versions/{_numbered(version)}")
         self._delete(f"holders/{_numbered(version)}/", by_prefix=True)
 
     def forget_before(self, version: Version) -> None:
-        """Removes what is about older versions and earlier epochs; the layouts of receivers go over to this one."""
-        for one in self._names("versions/"):
-            if _number_of(one) < (version.epoch, version.number):
-                self.forget(Version(*_number_of(one)))
-        for one in self._names("layouts/"):
-            packed = self._get(f"layouts/{one}") if int(one[:8]) < version.epoch else None
+        """Removes older versions and earlier epochs; layouts of earlier epochs move to the epoch of this version."""
+        for entry in self._names("versions/"):
+            if _number_of(entry) < (version.epoch, version.number):
+                self.forget(Version(*_number_of(entry)))
+        for entry in self._names("layouts/"):
+            packed = self._get(f"layouts/{entry}") if int(entry[:8]) < version.epoch else None
             if packed is not None:
-                self._put(f"layouts/{version.epoch:08d}/{one[9:]}", packed, overwrite=False)
-                self._delete(f"layouts/{one}")
+                self._put(f"layouts/{version.epoch:08d}/{entry[9:]}", packed, overwrite=False)
+                self._delete(f"layouts/{entry}")
         self._forget_epochs(version.epoch - 1)
 
     def forget_all(self, epoch: int) -> None:
-        """Removes all until an epoch but the records of the epochs, so that the next one gets another."""
+        """Removes all records up to an epoch except those of the epochs, so that epochs stay unique."""
         for place in ("versions/", "holders/", "layouts/"):
-            for number in sorted({one[:8] for one in self._names(place)}):
+            for number in sorted({entry[:8] for entry in self._names(place)}):
                 if int(number) <= epoch:
                     self._delete(place + number, by_prefix=True)
 
     def remove(self, epoch: int) -> None:
-        """Removes all until an epoch, whose publishers and holders have ended, but the record of that epoch.
+        """Removes all records up to an epoch, whose publishers and holders have ended, except that epoch's own record.
 
-        So the next publisher takes a later one, even if it comes meanwhile.
+        So the next publisher takes a later epoch, even if it begins meanwhile.
         """
         self.forget_all(epoch)
         self._forget_epochs(epoch - 1)
 
     def _forget_epochs(self, epoch: int) -> None:
-        for one in self._names("epochs/"):
-            if int(one) <= epoch:
-                self._delete(f"epochs/{one}")
+        for entry in self._names("epochs/"):
+            if int(entry) <= epoch:
+                self._delete(f"epochs/{entry}")
 
     # ------------------------------------------------------------------------------------------ holders
 
-    def post_holders(self, version: Version, holders: Iterable[Holder]) -> None:
-        """Says who holds a version."""
-        for one in holders:
-            self._put(f"holders/{_numbered(version)}/{one.key.hex()}", _HOLDERS.encode(one), overwrite=True)
+    def post_holders(self, version: Version, holders: Iterable[HolderRecord]) -> None:
+        """Writes the records of holders of a version."""
+        for holder in holders:
+            self._put(f"holders/{_numbered(version)}/{holder.key.hex()}", _HOLDERS.encode(holder), overwrite=True)
 
-    def holders(self, version: Version) -> list[Holder]:
-        """Who holds a version, as far as is known."""
+    def holders(self, version: Version) -> list[HolderRecord]:
+        """Returns the recorded holders of a version."""
         return self._holders(f"holders/{_numbered(version)}/")
 
-    def all_holders(self) -> list[Holder]:
-        """Who holds any version, as far as is known."""
+    def all_holders(self) -> list[HolderRecord]:
+        """Returns the recorded holders of all versions."""
         return self._holders("holders/")
 
-    def _holders(self, place: str) -> list[Holder]:
-        records = self._get_all([place + one for one in sorted(self._names(place))])
-        return [_HOLDERS.decode(one) for one in records if one]
+    def _holders(self, place: str) -> list[HolderRecord]:
+        records = self._get_all([place + entry for entry in sorted(self._names(place))])
+        return [_HOLDERS.decode(record) for record in records if record]
 
     def drop_holder(self, version: Version, key: Key) -> None:
-        """Removes the record of a holder that does not have the version any more."""
+        """Removes the record of a holder that no longer has the version."""
         self._delete(f"holders/{_numbered(version)}/{key.hex()}")
 
 
 def sweep(name: str) -> None:
-    """Removes other publications of which nobody can have anything: their publishers and holders have all ended.
+    """Removes other publications whose publishers and holders have all ended.
 
-    Processes are asked for when the publishers are known, and before the holders are. So a publisher is not taken for
-    dead because it began later; and where no holder lived then, nobody can have become one since.
+    The living processes are listed after the publishers are read, and before the holders are. So a publisher that began
+    later does not count as dead; and if no holder was alive then, no process can have become a holder since.
     """
     root = _Records(_ROOT, name)
-    known: dict[str, list[tuple[int, str]]] = {}
-    more = set()  # those of which more is left than the record of their last epoch
+    epochs: dict[str, list[tuple[int, str]]] = {}
+    more = set()  # publications with more records than that of their last epoch
     for place in root._names(""):
         quoted, kind, rest = place.split("/", 2)
         if kind in ("epochs", "holders") and unquote(quoted) != name:
-            if quoted in known or kind == "holders":
+            if quoted in epochs or kind == "holders":
                 more.add(quoted)
-            known.setdefault(quoted, []).append((int(rest[:8]), place if kind == "epochs" else ""))
+            epochs.setdefault(quoted, []).append((int(rest[:8]), place if kind == "epochs" else ""))
         elif kind not in ("epochs", "holders"):
             more.add(quoted)
-    known = {quoted: some for quoted, some in known.items() if quoted in more}
-    if not known:
+    epochs = {quoted: some for quoted, some in epochs.items() if quoted in more}
+    if not epochs:
         return
-    places = [place for some in known.values() for _, place in some if place]
-    publishers = {place: (one or b"").decode() for place, one in zip(places, root._get_all(places), strict=True)}
+    places = [place for some in epochs.values() for _, place in some if place]
+    publishers = {place: (worker or b"").decode() for place, worker in zip(places, root._get_all(places), strict=True)}
     living = root._ask(lambda _: ray_internals.living_workers())
-    lasting = living | {""}  # a record that was removed since: the name is another one's business
+    lasting = living | {""}  # a record that was removed meanwhile: another process is sweeping that name
     ended = [
-        quoted for quoted, some in known.items() if lasting.isdisjoint(publishers[place] for _, place in some if place)
+        quoted for quoted, some in epochs.items() if lasting.isdisjoint(publishers[place] for _, place in some if place)
     ]
-    for quoted in random.sample(ended, min(len(ended), MOST_SWEPT)):  # else those that are served could hide others
-        other = Directory(unquote(quoted))
-        with suppress(ProtocolError):  # another release of this library has written it, and removes it
-            if living.isdisjoint(one.member.incarnation for one in other.all_holders()):
-                other.remove(max(epoch for epoch, _ in known[quoted]))
+    for quoted in random.sample(ended, min(len(ended), MOST_SWEPT)):  # in order, the first ones could hide the others
+        other = VersionDirectory(unquote(quoted))
+        with suppress(ProtocolError):  # written by another release of this library, which removes it
+            if living.isdisjoint(holder.member.incarnation for holder in other.all_holders()):
+                other.remove(max(epoch for epoch, _ in epochs[quoted]))
 
 
 def _layouts_at(epoch: int, signature: bytes) -> str:

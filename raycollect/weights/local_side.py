@@ -1,4 +1,4 @@
-"""One rank's tensors of a publication or of a subscription, as its layouts say."""
+"""One rank's tensors of a publication or of a subscription, by its layouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raycollect.errors import Violation, refusal, wrong_layout
 from raycollect.planner.reshard.request import faults_of, local_tensors, places_of
 from raycollect.pos import Container, Range
 from raycollect.pos.tensors import allocate
-from raycollect.weights.atoms import Layouts, Place
+from raycollect.weights.atoms import AtomPart, Layouts
 from raycollect.weights.modules import ModuleTensors
 
 
@@ -24,16 +24,16 @@ class LocalSide:
     """The tensors of one rank, each with the dimensions of the global one.
 
     Args:
-        op: What is done with them, for messages.
+        op: The operation, for messages.
         container: The tensors.
-        layouts: Those of the side.
-        rank: Which of its ranks it is.
+        layouts: The layouts of the side.
+        rank: The rank in the side.
 
     Raises:
         LayoutError: The tensors don't fit the layouts.
-        UnsupportedError: They are on a GPU.
-        ReadOnlyError: They are to be written, and can't be.
-        AliasError: They are to be written, and overlap.
+        UnsupportedError: A tensor is on a GPU.
+        ReadOnlyError: A tensor that is written is read-only.
+        AliasError: Tensors that are written overlap.
     """
 
     def __init__(self, op: str, container: Container, layouts: Layouts, rank: int, *, is_written: bool) -> None:
@@ -52,30 +52,32 @@ class LocalSide:
             violations += self._unfit()
         if violations:
             raise refusal(op, "", tuple(violations))
-        keys = [one.key for one in self._tensors]
+        keys = [tensor.key for tensor in self._tensors]
         self._keys = {key: at for at, key in enumerate(keys)}
-        self._at = {name: keys.index(one.key or name) for name, one in layouts.items() if (one.key or name) in keys}
+        self._at = {
+            name: keys.index(layout.key or name) for name, layout in layouts.items() if (layout.key or name) in keys
+        }
 
     def follow(self, actor: Any) -> None:
-        """From now on `live` also sees where modules of the actor have got other parameters than these."""
+        """Makes `live` also check whether modules of the actor have replaced these parameters."""
         self._modules = ModuleTensors(actor, self.owners())
 
     def _unfit(self) -> list[Violation]:
-        found, is_written = [], self._is_written
-        for one, array in zip(self._tensors, self._arrays(), strict=True):
-            where = f"tensor {one.key!r}"
+        violations, is_written = [], self._is_written
+        for tensor, array in zip(self._tensors, self._arrays(), strict=True):
+            where = f"tensor {tensor.key!r}"
             if isinstance(array, DeviceArray):
-                found.append(Violation(kind="unsupported", rank=self.rank, field=where, found="on a GPU"))
+                violations.append(Violation(kind="unsupported", rank=self.rank, field=where, found="on a GPU"))
             elif is_written and not array.flags.writeable:
-                found.append(Violation(kind="read_only", rank=self.rank, field=where, found="read-only"))
+                violations.append(Violation(kind="read_only", rank=self.rank, field=where, found="read-only"))
             elif is_written and arrays.overlaps_itself(array):
                 what, expected = "overlapping itself (broadcast strides)", "one element per address"
-                found.append(Violation(kind="alias", rank=self.rank, field=where, found=what, expected=expected))
-            elif one.axes and array.size and not np.may_share_memory(unfold(array, one.axes), array):
-                found.append(
+                violations.append(Violation(kind="alias", rank=self.rank, field=where, found=what, expected=expected))
+            elif tensor.axes and array.size and not np.may_share_memory(unfold(array, tensor.axes), array):
+                violations.append(
                     wrong_layout(where, "with gaps", "without gaps, as its layout folds dimensions", self.rank)
                 )
-        return found or (list(self._overlapping()) if is_written else [])
+        return violations or (list(self._overlapping()) if is_written else [])
 
     def _overlapping(self) -> Iterator[Violation]:
         held = self._arrays()
@@ -85,21 +87,21 @@ class LocalSide:
                 if start >= stop:
                     break
                 if arrays.overlap(held[at], held[other]):
-                    what, which = (f"tensor {self._tensors[one].key!r}" for one in (at, other))
-                    found, expected = f"overlapping {which} (tied weights?)", "separate memory, or one name for it"
-                    yield Violation(kind="alias", rank=self.rank, field=what, found=found, expected=expected)
+                    what, which = (f"tensor {self._tensors[index].key!r}" for index in (at, other))
+                    actual, expected = f"overlapping {which} (tied weights?)", "separate memory, or one name for it"
+                    yield Violation(kind="alias", rank=self.rank, field=what, found=actual, expected=expected)
 
     def _arrays(self) -> list[Any]:
         return [arrays.memory(self._container.tensors[place]) for place in self._places]
 
     def live(self) -> list[Array]:
-        """The tensors themselves, as the list or dict that the ref stands for has them now.
+        """Returns the tensors that the ref's list or dict has now.
 
         Raises:
-            TensorReplacedError: It has other names, or tensors of other shapes or types; or it has what a module of the
-                actor has no more.
-            LayoutError: The tensors have become others, as by `half()` of a module.
-            RefusedError: It has other tensors, which can't be taken; as of the class.
+            TensorReplacedError: The dict has other names, or tensors of other shapes or types; or a module of the actor
+                has replaced a parameter.
+            LayoutError: A tensor has another dtype, as after `half()` of a module.
+            RefusedError: A new tensor does not fit; see the class.
         """
         now = self._container.current()
         if isinstance(now, str):
@@ -118,58 +120,58 @@ class LocalSide:
         held = self._arrays()
         others = [
             wrong_layout(
-                f"tensor {one.key!r}", str(found), f"{one.dtype}{list(one.shape)} on cpu, as before", self.rank
+                f"tensor {tensor.key!r}", str(info), f"{tensor.dtype}{list(tensor.shape)} on cpu, as before", self.rank
             )
-            for found, one in zip(map(arrays.info, held), self._tensors, strict=True)
-            if (found.shape, found.dtype, found.device) != (one.shape, one.dtype, "cpu")
+            for info, tensor in zip(map(arrays.info, held), self._tensors, strict=True)
+            if (info.shape, info.dtype, info.device) != (tensor.shape, tensor.dtype, "cpu")
         ]
         if others:
             raise refusal(self._op, "", tuple(others))
-        return [unfold(array, one.axes) for array, one in zip(held, self._tensors, strict=True)]
+        return [unfold(array, tensor.axes) for array, tensor in zip(held, self._tensors, strict=True)]
 
     def ranges(self) -> list[Range]:
-        """Where these lie."""
+        """Returns the memory ranges of the tensors."""
         return list(map(arrays.byte_range, self._arrays()))
 
     def owners(self) -> list[Any]:
-        """The tensors as the actor has them."""
+        """Returns the tensors as objects of the actor."""
         return [self._container.tensors[place] for place in self._places]
 
     def raise_versions(self, names: Iterable[str] | None = None) -> None:
-        """Tells torch that tensors are written, so that a backward pass that needs their old values fails.
+        """Raises torch's version counters of written tensors, so that a backward pass over their old values fails.
 
-        `names`: of the global tensors in them; None: all.
+        `names` are those of global tensors; None stands for all.
         """
         owners = self.owners()
         written = owners if names is None else [owners[at] for at in sorted({self._at[name] for name in names})]
-        counted = [one for one in written if arrays.has_version(one)]
+        counted = [tensor for tensor in written if arrays.has_version(tensor)]
         if counted:
             arrays.raise_versions(counted)
 
     def wholes(self) -> list[Range]:
-        """Where those lie that the layouts cover."""
-        return [span for span, one in zip(self.ranges(), self._tensors, strict=True) if one.is_whole]
+        """Returns the memory ranges of the tensors that the layouts cover completely."""
+        return [span for span, tensor in zip(self.ranges(), self._tensors, strict=True) if tensor.is_whole]
 
-    def made(self) -> list[Array]:
-        """New arrays of the same shapes, in shared memory where there is some."""
+    def allocate_arrays(self) -> list[Array]:
+        """Allocates arrays of the same shapes, in shared memory if available."""
         live = self.live()
-        infos = (TensorInfo(shape=one.shape, dtype=name_of(one.dtype), itemsize=one.itemsize) for one in live)
+        infos = (TensorInfo(shape=array.shape, dtype=name_of(array.dtype), itemsize=array.itemsize) for array in live)
         return [allocate(info) for info in infos]
 
     def tensor(self, name: str) -> int:
-        """The place of a global tensor's local one among the arrays."""
+        """Returns the index of the local tensor that holds a global one."""
         return self._at[name]
 
     def key_of(self, name: str) -> str:
-        """The name of the local tensor in which a global one lies."""
+        """Returns the name of the local tensor that holds a global one."""
         return self.layouts[name].key or name
 
     def fault_of(self, key: object) -> str:
-        """What is wrong with the name of a local tensor; empty for nothing."""
+        """Returns why a name is not that of a local tensor; empty if it is."""
         return "" if key in self._keys else "no name of a tensor here"
 
     def replace(self, held: list[Array], key: object, tensor: object) -> str:
-        """Puts another tensor in the place of a local one; returns what is wrong with it, empty for nothing."""
+        """Replaces a local tensor by another one; returns why that can't be done, empty if it was done."""
         if fault := self.fault_of(key):
             return fault
         at = self._keys[str(key)]
@@ -177,11 +179,11 @@ class LocalSide:
         if given is None or isinstance(given, DeviceArray):
             return "no tensor in host memory"
         if (given.shape, given.dtype) != (mine.shape, mine.dtype):
-            found = f"{name_of(given.dtype)}{list(given.shape)}"
-            return f"{found}, where {name_of(mine.dtype)}{list(mine.shape)} is published"
+            actual = f"{name_of(given.dtype)}{list(given.shape)}"
+            return f"{actual}, where {name_of(mine.dtype)}{list(mine.shape)} is published"
         held[at] = unfold(given, self._tensors[at].axes)
         return ""
 
-    def box(self, held: list[Array], place: Place) -> Array:
-        """A part of the arrays."""
+    def box(self, held: list[Array], place: AtomPart) -> Array:
+        """Returns the box of a local tensor that an atom part covers."""
         return box_of(held[self._at[place.name]], place.at, place.size)

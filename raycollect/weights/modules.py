@@ -1,7 +1,7 @@
-"""Whether tensors are still those of the torch modules from which they were taken; inside the actor.
+"""Checks whether torch modules still have the tensors of a state dict; inside the actor.
 
 `state_dict()` returns a new dict of aliases. If a module gets other parameters afterwards, as by
-`load_state_dict(assign=True)`, the dict goes on naming the old memory, and nothing in it shows that.
+`load_state_dict(assign=True)`, the dict still refers to the old memory.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from types import ModuleType
 from typing import Any
 
 DEEPEST, MOST = 3, 10_000
-"""How many attributes, lists and dicts may lie between an actor and a module, and how many objects are looked at."""
+"""How many attributes, lists and dicts may lie between an actor and a module, and how many objects are searched."""
 
 _Where = tuple[int, tuple[int, ...], str]
 
 
 class ModuleTensors:
-    """Those of some tensors that are parameters or buffers of an actor's modules.
+    """The tensors that are parameters or buffers of an actor's modules.
 
     Args:
         actor: The actor.
@@ -28,9 +28,9 @@ class ModuleTensors:
     """
 
     def __init__(self, actor: Any, tensors: Sequence[Any]) -> None:
-        self._owners: dict[int, tuple[weakref.ref[Any], str, str]] = {}  # by place: the module, and where it has it
+        self._owners: dict[int, tuple[weakref.ref[Any], str, str]] = {}  # by index: the module, the kind and the name
         torch = sys.modules.get("torch")
-        if torch is None or not any(isinstance(one, torch.Tensor) for one in tensors):
+        if torch is None or not any(isinstance(tensor, torch.Tensor) for tensor in tensors):
             return
         owners: dict[_Where, tuple[weakref.ref[Any], str, str]] = {}
         for module in _modules(torch, actor):
@@ -38,12 +38,12 @@ class ModuleTensors:
                 for name, tensor in getattr(module, kind).items():
                     if (where := _where(tensor)) is not None:
                         owners.setdefault(where, (weakref.ref(module), kind, name))
-        for at, one in enumerate(tensors):
-            if (where := _where(one)) in owners and where is not None:
+        for at, tensor in enumerate(tensors):
+            if (where := _where(tensor)) in owners and where is not None:
                 self._owners[at] = owners[where]
 
     def replaced(self, tensors: Sequence[Any]) -> list[int]:
-        """The places of tensors that their modules have no more."""
+        """Returns the indices of tensors that their modules have replaced."""
         return [
             at
             for at, (module, kind, name) in self._owners.items()
@@ -52,27 +52,27 @@ class ModuleTensors:
 
 
 def _where(tensor: Any) -> _Where | None:
-    """Where and how a tensor of torch lies; None: it has no memory."""
+    """Returns the address, shape and dtype of a torch tensor; None if it has no memory."""
     local = getattr(tensor, "_local_tensor", tensor)
     address = local.data_ptr() if hasattr(local, "data_ptr") and getattr(local, "is_meta", True) is False else 0
     return (address, tuple(local.shape), str(local.dtype)) if address else None
 
 
 def _modules(torch: Any, actor: Any) -> Iterator[Any]:
-    """The modules of an actor, and all inside them."""
+    """Yields the modules of an actor, and all their submodules."""
     level, seen = [actor], set[int]()
     for _ in range(DEEPEST + 1):
         following: list[Any] = []
-        for one in level:
-            if id(one) in seen or len(seen) >= MOST:
+        for value in level:
+            if id(value) in seen or len(seen) >= MOST:
                 continue
-            seen.add(id(one))
-            if isinstance(one, torch.nn.Module):
-                yield from one.modules()
-            elif isinstance(one, Mapping):
-                following += islice(one.values(), MOST)
-            elif isinstance(one, (list, tuple)):
-                following += one[:MOST]
-            elif not isinstance(one, (type, ModuleType)):
-                following += getattr(one, "__dict__", {}).values()
+            seen.add(id(value))
+            if isinstance(value, torch.nn.Module):
+                yield from value.modules()
+            elif isinstance(value, Mapping):
+                following += islice(value.values(), MOST)
+            elif isinstance(value, (list, tuple)):
+                following += value[:MOST]
+            elif not isinstance(value, (type, ModuleType)):
+                following += getattr(value, "__dict__", {}).values()
         level = following

@@ -1,22 +1,23 @@
-"""How a version becomes visible, step by step: without Ray, without a clock, without a socket.
+"""The protocol by which a version becomes visible, as a state machine without Ray, clock and sockets.
 
-A *put* seals the version on each rank of the publisher, and posts it when all have: before, nobody can ask for it. An
-*update* has two phases. Each rank of a receiver group stages the version in memory that no method sees, and recomputes
-the digest of each atom from what landed. When all have, and not before, they are told to show it, which each does
-between two methods. A rank that dies drops out; one that fails, or is late, fails the update, and nothing is shown.
+A *put* seals the version on each rank of the publisher. When all ranks have sealed it, the version is posted; receivers
+can't ask for it before. An *update* has two phases. Each rank of a receiver group stages the version in memory that no
+method sees, and recomputes the digest of each atom from the bytes that landed. When all ranks have verified all atoms,
+the driver tells them to show the version, which each rank does between two methods. A rank that dies drops out. A rank
+that fails or is late fails the update, and no rank shows the version.
 
-A *stream* is a put whose ranks seal one part after another, while they compute. Receivers may land a part at once. But
-they have no version then that could be verified or shown: that begins with an update, when the put is over and all of
-its digests are known. So a layer that fails leaves nothing but bytes that no method sees.
+A *stream* is a put whose ranks seal one part after another while they compute. Receivers may land a part at once, but
+can't verify or show the version before an update, which begins when the put is over and all digests are known. So a
+layer that fails leaves only bytes that no method sees.
 
-A rank that has no memory for that makes the version *in place*. From the first byte on it is dirty, and sees no
-version: its methods are refused until it is told to show what it has verified.
+A rank without memory for a second set of tensors makes the version *in place*. From the first byte on, the rank is
+dirty and sees no version: its methods are refused until it shows a verified version.
 
-There is no record of the decision to show: what was told last is in the ranks, which a later update asks. So whoever
-dies, at whatever moment, no rank shows a version that not all living ranks of its group have verified
+The decision to show is recorded nowhere but in the ranks, which a later update asks. So, whichever process dies at
+whatever moment, no rank shows a version that not all living ranks of its group have verified
 (`tests/pure/weights/test_protocol.py` visits every order of these steps, with a death at each).
 
-States are frozen. A move that makes no sense has no entry in its table, and is ignored: it came late.
+States are frozen. An event without an entry in the table of moves is late and is ignored.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 Atom = tuple[str, tuple[tuple[int, ...], tuple[int, ...]]]
-"""A part of a tensor that has a digest of its own: the tensor's name, and a box of it."""
+"""A part of a tensor with a digest of its own: the tensor's name, and a box of it."""
 
 Digests = Mapping[Atom, bytes]
 
@@ -40,12 +41,12 @@ class Version:
     Attributes:
         epoch: Counts up with the publishers of this name.
         number: Counts up within the epoch.
-        publisher: Who has put it, for people.
+        publisher: The display name of the process that put it.
         signature: A digest of names, shapes, dtypes and layouts.
         nbytes: The bytes of its tensors, each once.
         digests: The digest of each part: xxh3, 128 bits, of its elements in C order.
         dtypes: The element type of each tensor, by name.
-        count: How many versions its publisher had put then, this one included.
+        count: How many versions its publisher had put by then, including this one.
     """
 
     epoch: int
@@ -66,15 +67,15 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What a rank of a receiver group has.
+    """The state of a rank of a receiver group.
 
     Attributes:
         shown: The version that its methods see.
-        staged: The version that is made in memory which they don't see.
-        wanted: The digest that each of its atoms has there.
-        landed: The digests of what lies there, of verified atoms.
-        is_open: Whether more atoms of it are still to be known: it comes by a stream.
-        is_dirty: Whether it is made in place, and methods may see nothing.
+        staged: The version that is being made in memory which methods don't see.
+        wanted: The digest of each atom of the staged version.
+        landed: The digests of the atoms that have landed and are verified.
+        is_open: Whether a stream may still announce more atoms of the staged version.
+        is_dirty: Whether the staged version is made in place, so that methods are refused.
     """
 
     shown: Version | None = None
@@ -86,24 +87,24 @@ class RankState:
 
     @property
     def missing(self) -> list[Atom]:
-        """The atoms that are still to come."""
+        """The atoms that have not landed."""
         return [atom for atom, digest in self.wanted.items() if self.landed.get(atom) != digest]
 
 
 def stage(state: RankState, version: Version, wanted: Digests) -> RankState:
-    """Begins to make a version: what has landed before and is the same stays, so that a retry takes what is missing."""
+    """Begins to make a version. Landed atoms with the right digests stay, so that a retry reads only missing atoms."""
     landed = {atom: digest for atom, digest in wanted.items() if state.landed.get(atom) == digest}
     return replace(state, staged=version, wanted=wanted, landed=landed, is_open=False)
 
 
-def stage_in_place(state: RankState, version: Version, wanted: Digests, found: Digests) -> RankState:
-    """`stage`, where bytes land in what methods see; `found`: the digests of what lies there, made anew."""
-    state = stage(replace(state, landed=found), version, wanted)
+def stage_in_place(state: RankState, version: Version, wanted: Digests, present: Digests) -> RankState:
+    """Begins to make a version in the tensors that methods see; `present` has the recomputed digests of their atoms."""
+    state = stage(replace(state, landed=present), version, wanted)
     return replace(state, shown=None, is_dirty=True) if state.missing else state
 
 
 def open_stream(state: RankState, version: Version, among: Sequence[Atom]) -> RankState:
-    """Begins to take a version part by part, or again; `among`: its atoms, of which none has to come."""
+    """Begins, or begins again, to land the parts of a stream; `among` are the version's atoms, all optional."""
     if state.staged is not None and (state.staged, not state.is_open) > (version, False):
         return state
     landed = {atom: state.landed[atom] for atom in among if atom in state.landed}
@@ -111,75 +112,75 @@ def open_stream(state: RankState, version: Version, among: Sequence[Atom]) -> Ra
 
 
 def expect(state: RankState, version: Version, part: Digests) -> RankState:
-    """A part of a version that is open is there to be had; what lies there of it is missing, unless it is the same."""
+    """Adds a part of the open version to the wanted atoms; landed atoms with other digests are missing again."""
     if state.staged != version or not state.is_open:
         return state
     landed = {atom: digest for atom, digest in state.landed.items() if part.get(atom, digest) == digest}
     return replace(state, wanted={**state.wanted, **part}, landed=landed)
 
 
-def land(state: RankState, version: Version, found: Digests) -> RankState:
-    """Atoms have come, and these are the digests of what lies there now; those that are wrong are still missing."""
+def land(state: RankState, version: Version, digests: Digests) -> RankState:
+    """Notes the digests of atoms that have landed; atoms with wrong digests are still missing."""
     if state.staged != version:
         return state
-    right = {atom: digest for atom, digest in found.items() if state.wanted.get(atom) == digest}
+    right = {atom: digest for atom, digest in digests.items() if state.wanted.get(atom) == digest}
     return replace(state, landed={**state.landed, **right})
 
 
 def may_show(state: RankState, version: Version) -> bool:
-    """Whether all of a version has been verified here."""
+    """Returns whether this rank has verified all of a version."""
     return state.staged == version and not state.is_open and not state.missing
 
 
 def show(state: RankState, version: Version) -> RankState:
-    """Methods see a version from now on; one that is not whole here changes nothing."""
+    """Makes a version visible to methods; does nothing if the rank has not verified all of it."""
     return replace(state, shown=version, is_dirty=False) if may_show(state, version) else state
 
 
 def shown_by_all(ranks: Iterable[Version | None]) -> Version | None:
-    """The version that all of some ranks have come to, of what each shows; None: one shows nothing yet."""
-    found = list(ranks)
-    known = [one for one in found if one is not None]
-    return min(known) if known and len(known) == len(found) else None
+    """Returns the oldest version that ranks show; None if a rank shows none yet."""
+    versions = list(ranks)
+    shown = [version for version in versions if version is not None]
+    return min(shown) if shown and len(shown) == len(versions) else None
 
 
 # ---------------------------------------------------------------------------------------------- events and moves
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """What has become of a rank; `digests` are those of its atoms, where it says so."""
+class RankEvent:
+    """An event of a rank; `digests` are those of its atoms, for events that have them."""
 
     rank: int
     digests: Digests = field(default_factory=dict)
 
 
-class Verified(Event):
+class RankVerified(RankEvent):
     """All atoms of a rank have landed, with these digests."""
 
 
-class Shown(Event):
+class RankShown(RankEvent):
     """A rank's methods see the version."""
 
 
-class Sealed(Event):
-    """A rank of the publisher keeps its part of the version, with these digests."""
+class RankSealed(RankEvent):
+    """A rank of the publisher has sealed its part of the version, with these digests."""
 
 
-class SealedPart(Event):
-    """A rank of the publisher keeps some atoms of the version, with these digests, and will seal others."""
+class RankSealedPart(RankEvent):
+    """A rank of the publisher has sealed some atoms of the version, with these digests, and will seal others."""
 
 
-class Lost(Event):
-    """A rank's process is gone."""
+class RankLost(RankEvent):
+    """A rank's process has ended."""
 
 
-class Failed(Event):
-    """A rank could not do what it was told, or has not in time."""
+class RankFailed(RankEvent):
+    """A rank has failed or is late."""
 
 
 class Tell(enum.Enum):
-    """What is to be done next: POST by the publisher, LAND by any receiver, the rest by whom is waited for."""
+    """The next action: POST of the publisher, LAND of any receiver, the others of the ranks that are waited for."""
 
     STAGE = "stage"
     SHOW = "show"
@@ -189,7 +190,7 @@ class Tell(enum.Enum):
 
 
 class Phase(enum.Enum):
-    """How far a put or an update is."""
+    """The phase of a put or an update."""
 
     STAGING = "staging"
     SHOWING = "showing"
@@ -199,16 +200,16 @@ class Phase(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class VersionRound:
     """A put, or an update of one receiver group.
 
     Attributes:
-        version: Which version it is about.
-        phase: How far it is.
-        waiting: The ranks from which something is due.
-        done: What the others have said, by rank: the digests of their atoms.
-        lost: The ranks that are gone.
-        differing: The atoms of which replicas of the publisher had different bits.
+        version: The version.
+        phase: The current phase.
+        waiting: The ranks whose next event is due.
+        done: The digests of the atoms of the other ranks, by rank.
+        lost: The ranks whose processes have ended.
+        differing: The atoms whose bits differ between replicas of the publisher.
         parts: The digests of the atoms that were sealed as parts of a stream.
     """
 
@@ -222,49 +223,49 @@ class Round:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is due any more."""
+        """Whether the round has ended."""
         return self.phase in (Phase.DONE, Phase.FAILED)
 
     @property
     def is_shown(self) -> bool:
-        """Whether a rank shows the version of an update. Those that are still waited for have verified it then."""
+        """Whether a rank shows the version of an update. All ranks that are waited for have verified it then."""
         return self.waiting < set(self.done)
 
 
-def begin_update(version: Version, ranks: int) -> tuple[Round, Tell]:
-    """Begins an update: all ranks are to stage."""
-    return Round(version, Phase.STAGING, frozenset(range(ranks))), Tell.STAGE
+def begin_update(version: Version, ranks: int) -> tuple[VersionRound, Tell]:
+    """Begins an update: all ranks stage."""
+    return VersionRound(version, Phase.STAGING, frozenset(range(ranks))), Tell.STAGE
 
 
-def begin_put(version: Version, ranks: int) -> tuple[Round, Tell]:
-    """Begins a put: all ranks are to seal."""
-    return Round(version, Phase.SEALING, frozenset(range(ranks))), Tell.SEAL
+def begin_put(version: Version, ranks: int) -> tuple[VersionRound, Tell]:
+    """Begins a put: all ranks seal."""
+    return VersionRound(version, Phase.SEALING, frozenset(range(ranks))), Tell.SEAL
 
 
-def advance(state: Round, event: Event) -> tuple[Round, Tell | None]:
-    """What an event makes of a put or an update, and what is to be done next."""
+def advance(state: VersionRound, event: RankEvent) -> tuple[VersionRound, Tell | None]:
+    """Returns the state of a put or an update after an event, and the next action."""
     move = _MOVES.get((state.phase, type(event)))
     if move is None or event.rank not in state.waiting:
         return state, None
     return move(state, event)
 
 
-def _heard(state: Round, event: Event) -> Round:
-    digests = {} if isinstance(event, Shown) else {event.rank: event.digests}
+def _heard(state: VersionRound, event: RankEvent) -> VersionRound:
+    digests = {} if isinstance(event, RankShown) else {event.rank: event.digests}
     return replace(state, waiting=state.waiting - {event.rank}, done={**state.done, **digests})
 
 
-def _verified(state: Round, event: Event) -> tuple[Round, Tell | None]:
+def _verified(state: VersionRound, event: RankEvent) -> tuple[VersionRound, Tell | None]:
     return _all_verified(_heard(state, event))
 
 
-def _lost_one(state: Round, event: Event) -> tuple[Round, Tell | None]:
-    done = {rank: one for rank, one in state.done.items() if rank != event.rank}
+def _lost_one(state: VersionRound, event: RankEvent) -> tuple[VersionRound, Tell | None]:
+    done = {rank: digests for rank, digests in state.done.items() if rank != event.rank}
     left = replace(state, waiting=state.waiting - {event.rank}, done=done, lost=state.lost | {event.rank})
     return _all_verified(left) if state.phase is Phase.STAGING else _all_shown(left)
 
 
-def _all_verified(state: Round) -> tuple[Round, Tell | None]:
+def _all_verified(state: VersionRound) -> tuple[VersionRound, Tell | None]:
     if state.waiting:
         return state, None
     if not state.done:
@@ -272,17 +273,17 @@ def _all_verified(state: Round) -> tuple[Round, Tell | None]:
     return replace(state, phase=Phase.SHOWING, waiting=frozenset(state.done)), Tell.SHOW
 
 
-def _shown(state: Round, event: Event) -> tuple[Round, Tell | None]:
+def _shown(state: VersionRound, event: RankEvent) -> tuple[VersionRound, Tell | None]:
     return _all_shown(_heard(state, event))
 
 
-def _all_shown(state: Round) -> tuple[Round, Tell | None]:
+def _all_shown(state: VersionRound) -> tuple[VersionRound, Tell | None]:
     if state.waiting:
         return state, None
     return replace(state, phase=Phase.DONE if state.done else Phase.FAILED), None
 
 
-def _sealed_part(state: Round, event: Event) -> tuple[Round, Tell | None]:
+def _sealed_part(state: VersionRound, event: RankEvent) -> tuple[VersionRound, Tell | None]:
     parts = dict(state.parts)
     differing = _joined(parts, event.digests)
     if differing:
@@ -290,40 +291,40 @@ def _sealed_part(state: Round, event: Event) -> tuple[Round, Tell | None]:
     return replace(state, parts=parts), Tell.LAND
 
 
-def _sealed(state: Round, event: Event) -> tuple[Round, Tell | None]:
+def _sealed(state: VersionRound, event: RankEvent) -> tuple[VersionRound, Tell | None]:
     state = _heard(state, event)
     if state.waiting:
         return state, None
     digests = dict(state.parts)
-    differing = [atom for one in state.done.values() for atom in _joined(digests, one)]
+    differing = [atom for sealed in state.done.values() for atom in _joined(digests, sealed)]
     if differing:
         return replace(state, phase=Phase.FAILED, differing=tuple(differing)), None
     return replace(state, phase=Phase.DONE, version=replace(state.version, digests=digests)), Tell.POST
 
 
-def _joined(known: dict[Atom, bytes], digests: Digests) -> tuple[Atom, ...]:
-    """Adds digests to those that are known, and returns the atoms of which others are."""
-    return tuple(atom for atom, digest in digests.items() if known.setdefault(atom, digest) != digest)
+def _joined(into: dict[Atom, bytes], digests: Digests) -> tuple[Atom, ...]:
+    """Adds digests to `into`, and returns the atoms whose digests differ from those there."""
+    return tuple(atom for atom, digest in digests.items() if into.setdefault(atom, digest) != digest)
 
 
-def _lost_part(state: Round, event: Event) -> tuple[Round, Tell | None]:
+def _lost_part(state: VersionRound, event: RankEvent) -> tuple[VersionRound, Tell | None]:
     return replace(state, phase=Phase.FAILED, lost=frozenset({event.rank})), None
 
 
-def _failed(state: Round, event: Event) -> tuple[Round, Tell | None]:
+def _failed(state: VersionRound, event: RankEvent) -> tuple[VersionRound, Tell | None]:
     return replace(state, phase=Phase.FAILED), None
 
 
-_MOVES: dict[tuple[Phase, type], Callable[[Round, Event], tuple[Round, Tell | None]]] = {
-    (Phase.STAGING, Verified): _verified,
-    (Phase.STAGING, Lost): _lost_one,
-    (Phase.STAGING, Failed): _failed,
-    (Phase.SHOWING, Shown): _shown,
-    (Phase.SHOWING, Lost): _lost_one,
-    (Phase.SHOWING, Failed): _failed,
-    (Phase.SEALING, SealedPart): _sealed_part,
-    (Phase.SEALING, Sealed): _sealed,
-    (Phase.SEALING, Lost): _lost_part,
-    (Phase.SEALING, Failed): _failed,
+_MOVES: dict[tuple[Phase, type], Callable[[VersionRound, RankEvent], tuple[VersionRound, Tell | None]]] = {
+    (Phase.STAGING, RankVerified): _verified,
+    (Phase.STAGING, RankLost): _lost_one,
+    (Phase.STAGING, RankFailed): _failed,
+    (Phase.SHOWING, RankShown): _shown,
+    (Phase.SHOWING, RankLost): _lost_one,
+    (Phase.SHOWING, RankFailed): _failed,
+    (Phase.SEALING, RankSealedPart): _sealed_part,
+    (Phase.SEALING, RankSealed): _sealed,
+    (Phase.SEALING, RankLost): _lost_part,
+    (Phase.SEALING, RankFailed): _failed,
 }
-"""What an event means in a phase. A publisher's rank that is lost takes its part of the version with it."""
+"""The move of each event in each phase. If a rank of the publisher is lost, so is its part of the version."""

@@ -20,7 +20,7 @@ from raycollect.errors import (
     TensorReplacedError,
     VersionError,
     VersionNotPutError,
-    anew,
+    copy_error,
     refusal,
     refuse,
     wrong_argument,
@@ -31,7 +31,7 @@ from raycollect.planner.layout import Layout
 from raycollect.planner.wording import counted
 from raycollect.ray_bridge import ray_internals
 from raycollect.weights import agent, atoms
-from raycollect.weights.directory import Atoms, Directory, Holder, sweep
+from raycollect.weights.directory import Atoms, HolderRecord, VersionDirectory, sweep
 from raycollect.weights.protocol import Atom, Phase, Version
 from raycollect.weights.ranks import ATTACH_S, Job, Ranks, why_over, wrong_name
 from raycollect.weights.receipts import Receipt
@@ -45,24 +45,24 @@ _MOST_NUMBER = 1 << 63
 def publish(
     refs: Sequence[Any], name: str = "default", *, layout: Layout | Mapping[str, Layout] | None = None
 ) -> Publication:
-    """Publishes the tensors of actors, so that others can have versions of them by a name.
+    """Publishes the tensors of actors, so that receivers can update to versions of them by a name.
 
-    Nothing is there to be had before the first `Publication.put`. A publication of this name that this process made, or
-    one that has ended, is replaced: its versions can be had until then, and it can put no more. In any driver, or in an
-    actor that is none of these.
+    The first version is available after the first `Publication.put`. A publication of the same name is replaced if this
+    process made it, or if it has ended: its versions stay available until that put, and it can put no more. Call this
+    in a driver, or in an actor outside `refs`.
 
     Args:
         refs: One ref per rank, in the order of the layouts' ranks. Each stands for a tensor, or for a dict of tensors
-            by name, in host memory. They are only read.
-        name: The name in the whole cluster.
+            by name, in host memory. The tensors are only read.
+        name: The name, unique in the cluster.
         layout: The layout of the tensor; with dicts, of each tensor by name or pattern, as `src` of `reshard_refs`.
-            None: DTensors say theirs, and of other tensors each rank has all.
+            None: DTensors have their own layouts, and other tensors are replicated.
 
     Raises:
         LayoutError: The tensors do not fit the layouts, or no rank has some of their elements.
         UnsupportedError: A tensor is on a GPU, or methods of an actor overlap.
         RefusedError: As `reshard_refs`.
-        PublicationExistsError: Another process publishes under this name, and lives.
+        PublicationExistsError: Another living process publishes under this name.
         PublisherReplacedError: Another publisher has taken the name meanwhile.
     """
     return Publication(refs, name, layout)
@@ -90,8 +90,8 @@ class Publication(BoundToProcess):
         faults = tuple(atoms.source_faults(self._ranks.layouts))
         if faults:
             raise refusal("publish", "", faults)
-        self._ranks.check()  # before anybody is replaced
-        self._directory = Directory(name)
+        self._ranks.check()  # before another publication is replaced
+        self._directory = VersionDirectory(name)
         self._turns = Turns(name)
         self._check_free()
         self._publisher = ray_internals.describe_process()
@@ -100,11 +100,11 @@ class Publication(BoundToProcess):
             pass
         self._cut: tuple[frozenset[bytes], tuple[Atom, ...]] = (frozenset(), ())
         self._places: dict[int, Atoms] = {}
-        # The last version that was put; the last whose number is used, even if its record is lost; the one before that
+        # The last version that was put; the last with a used number, even if its record is lost; the one before that
         self._last = self._used = self._before = Version(self.epoch, 0)
 
     def _check_free(self) -> None:
-        """Raises where another process that lives publishes under this name: two teams would read each other's."""
+        """Raises if another living process publishes under this name."""
         worker = self._directory.publisher()
         if worker and worker != ray_internals.worker_id() and ray_internals.is_alive(worker):
             latest = self._directory.latest()
@@ -112,7 +112,7 @@ class Publication(BoundToProcess):
             raise PublicationExistsError(name=self.name, detail=f"{who} publishes under this name")
 
     def _begin(self) -> bool:
-        """Begins an epoch; False where the directory has lost its records, and the actors know a later one."""
+        """Begins an epoch; returns False if the directory has lost its records, and the actors know a later epoch."""
         self.epoch = self._directory.begin_epoch(ray_internals.worker_id())
         self._signature = self._directory.post_layouts(self._ranks.layouts, self.epoch)
         sweep(self.name)
@@ -130,23 +130,23 @@ class Publication(BoundToProcess):
         return True
 
     def put(self, version: int | None = None, *, timeout_s: float = 60.0) -> Version:
-        """Makes what the actors have now a version, which receivers can have from then on.
+        """Makes the actors' current tensors a version, which receivers can update to from then on.
 
-        It is taken behind the methods that were called before, by a copy in each actor; so the actors may write their
-        tensors when this returns. The two newest versions can be had.
+        Each actor copies its tensors after the methods that were called before; so the actors may write their tensors
+        when this returns. The two newest versions are available.
 
         Args:
-            version: Its number, above that of the one before; by default the next.
+            version: Its number, above that of the last version; by default the next.
             timeout_s: How long the actors may take, in seconds.
 
         Returns:
             The version, with the digest of each of its parts.
 
         Raises:
-            VersionNotPutError: An actor is gone or has failed, or replicas have different bits. Nothing was put.
-            VersionTimeoutError: An actor did not come to it in time, or another thread's put lasts: nothing was put. Or
-                the cluster's key-value store gave no answer: then it may be there.
-            TensorReplacedError: An actor has put tensors of other names, shapes or types in place of those that it had.
+            VersionNotPutError: An actor has died or failed, or replicas have different bits. Nothing was put.
+            VersionTimeoutError: An actor was late, or another thread is putting a version: nothing was put. Or the
+                cluster's key-value store gave no answer: then the version may have been put.
+            TensorReplacedError: An actor has replaced its tensors by others of other names, shapes or types.
             PublisherReplacedError: Another publisher has taken the name.
             InvalidArgumentError: The publication was closed.
         """
@@ -158,15 +158,15 @@ class Publication(BoundToProcess):
         return stream.version
 
     def stream(self, subscriptions: Sequence[Subscription] = (), *, version: int | None = None) -> Stream:
-        """Begins a version that receivers read part by part, while the others are still being computed.
+        """Begins a version that receivers read part by part, while other parts are still being computed.
 
-        What `Stream.call` and `Stream.part` name is copied and digested at once, and read by the receivers into their
-        second set of tensors. `Stream.commit` puts the version and updates them. Nobody sees anything of it before. A
-        driver moves parts while it is in one of these calls.
+        The parts that `Stream.call` and `Stream.part` name are copied and digested at once, and the receivers read them
+        into their second set of tensors. `Stream.commit` puts the version and updates the receivers. No method sees any
+        of it before. Parts move while the driver is in one of these calls.
 
         Args:
-            subscriptions: Receiver groups that this process drives. Others get the version when it is put.
-            version: As of `put`.
+            subscriptions: Receiver groups that this process drives. Other groups get the version when it is put.
+            version: As in `put`.
 
         Raises:
             LayoutError: Layouts of a receiver group do not fit those of the publisher.
@@ -176,7 +176,7 @@ class Publication(BoundToProcess):
 
     @contextmanager
     def _one_at_a_time(self, op: str, timeout_s: float, until_s: float) -> Iterator[None]:
-        """Waits until no other thread puts anything, and bounds what the directory may take."""
+        """Waits until no other thread is putting a version, and bounds the time of the directory's requests."""
         with self._turns.taken(op, timeout_s, until_s), self._directory.within(timeout_s, until_s):
             yield
 
@@ -186,43 +186,43 @@ class Publication(BoundToProcess):
             expected = f"above {self._used.number}, and below {_MOST_NUMBER}"
             raise refusal("put", "", (wrong_argument("version", shown(version), expected),))
         groups = self._checked_groups("stream", subscriptions)
-        known = self._directory.all_layouts()
-        if frozenset(known) != self._cut[0]:
-            self._cut = frozenset(known), atoms.cut(self._ranks.layouts, known.values())
+        readers = self._directory.all_layouts()
+        if frozenset(readers) != self._cut[0]:
+            self._cut = frozenset(readers), atoms.cut(self._ranks.layouts, readers.values())
             self._places.clear()
-        asked = replace(
+        wanted = replace(
             Version(self.epoch, number, self._publisher, self._signature),
-            nbytes=sum(prod(one.shape) * one.itemsize for one in self._ranks.layouts.values()),
-            dtypes={name: one.dtype for name, one in self._ranks.layouts.items()},
+            nbytes=sum(prod(layout.shape) * layout.itemsize for layout in self._ranks.layouts.values()),
+            dtypes={name: layout.dtype for name, layout in self._ranks.layouts.items()},
             count=self._used.count + 1,
         )
-        return Stream(self, groups, asked, self._cut[1])
+        return Stream(self, groups, wanted, self._cut[1])
 
     # ------------------------------------------------------------------------------------------ for a stream
 
     @property
     def _count(self) -> int:
-        """How many versions were put."""
+        """How many versions this publication has put."""
         return self._used.count
 
     def _places_on(self, rank: int) -> Atoms:
-        """Where the atoms of the next version lie on a rank."""
+        """Returns where the atoms of the next version lie on a rank."""
         if rank not in self._places:
             self._places[rank] = atoms.held_places(self._ranks.layouts, rank, self._cut[1])
         return self._places[rank]
 
-    def _holder(self, rank: int, key: Key) -> Holder:
-        """A rank, of which some atoms can be had."""
+    def _holder(self, rank: int, key: Key) -> HolderRecord:
+        """Returns the record of a rank as a holder."""
         return self._ranks.holder(rank, key, self._signature, is_publisher=True)
 
     def _forget_overwritten(self) -> None:
-        """Forgets the version before the last, in whose place the next one is sealed."""
+        """Removes the version before the last: the next one overwrites it."""
         before, self._before = self._before, Version(self.epoch, 0)
         if before.number:
             self._directory.forget(before)
 
     def _finish(self, job: Job, timeout_s: float, keys: Mapping[int, Key], among: Sequence[Atom]) -> None:
-        """Posts the version of a put that is over; raises as `put`."""
+        """Posts the version of a put that has ended; raises the errors of `put`."""
         self._check(job, timeout_s)
         version = job.round.version
         ordered = replace(version, digests={atom: version.digests[atom] for atom in among})
@@ -231,23 +231,23 @@ class Publication(BoundToProcess):
 
     def _checked_groups(self, op: str, subscriptions: Iterable[Subscription]) -> tuple[Subscription, ...]:
         groups = tuple(subscriptions) if isinstance(subscriptions, Iterable) else None
-        if groups is None or not all(isinstance(one, Subscription) for one in groups):
+        if groups is None or not all(isinstance(group, Subscription) for group in groups):
             refuse(op, [wrong_argument("subscriptions", shown(subscriptions), "a list of what subscribe() returned")])
         if over := why_over(self._session, is_open=self._is_open):
             raise refusal(op, "", (wrong_argument("publication", over, "one that is open: publish() again"),))
         if len(set(groups)) < len(groups):
             refuse(op, [wrong_argument("subscriptions", "a list with the same one twice", "each of them once")])
-        for one in groups:
-            if one.name != self.name:
-                raise refusal(op, "", (wrong_argument("subscriptions", f"one to {one.name!r}", f"to {self.name!r}"),))
-            one._check(self._ranks.layouts)
+        for group in groups:
+            if group.name != self.name:
+                raise refusal(op, "", (wrong_argument("subscriptions", f"one to {group.name!r}", f"to {self.name!r}"),))
+            group._check(self._ranks.layouts)
         return groups
 
     def _post(self, version: Version, keys: Mapping[int, Any]) -> None:
         newest = self._directory.epoch()
         if newest > self.epoch:
             raise PublisherReplacedError(name=self.name, version=str(version), detail=f"epoch {newest} has begun")
-        if newest < self.epoch:  # the directory was lost
+        if newest < self.epoch:  # the directory has lost its records
             self._directory.keep_epoch(self.epoch, ray_internals.worker_id())
             self._directory.keep_layouts(self.epoch)
         self._before, self._used = self._used, version
@@ -270,10 +270,10 @@ class Publication(BoundToProcess):
         """
         refuse("push", wrong_time_limit(timeout_s, also=(0,)))
         groups = self._checked_groups("push", subscriptions)
-        return update_all(groups, "latest", timeout_s, known=self._last if self._last.number else None)
+        return update_all(groups, "latest", timeout_s, resolved=self._last if self._last.number else None)
 
     def close(self) -> None:
-        """Ends the publication: its versions can't be had any more, but from receivers that know of it."""
+        """Ends the publication: from now on only receivers that know of a version can read it from each other."""
         self._is_open = False
         if why_over(self._session, is_open=True):
             return  # its actors and records have ended with Ray
@@ -295,18 +295,18 @@ class Publication(BoundToProcess):
             raise VersionNotPutError(**where, detail=detail)
         for rank, error in job.errors.items():
             if isinstance(error, PublisherReplacedError):
-                raise anew(error)
-            if (newest := self._directory.epoch()) > self.epoch:  # and its actors may have given up that one, too
+                raise copy_error(error)
+            if (newest := self._directory.epoch()) > self.epoch:  # its actors may have left that epoch, too
                 raise PublisherReplacedError(**where, rank=rank, detail=f"epoch {newest} has begun") from error
             if isinstance(error, (TensorReplacedError, LayoutError)):
-                raise anew(error)
+                raise copy_error(error)
             detail = error.detail if isinstance(error, VersionError) else "it could not copy its tensors"
             raise VersionNotPutError(
                 **where, rank=rank, actor=self._ranks.members[rank].actor, detail=detail
             ) from error
-        (gone,) = job.round.lost
+        (lost,) = job.round.lost
         raise VersionNotPutError(
-            **where, rank=gone, actor=self._ranks.members[gone].actor, detail="its process has ended"
+            **where, rank=lost, actor=self._ranks.members[lost].actor, detail="its process has ended"
         )
 
     def __enter__(self) -> Publication:  # noqa: PYI034 - Python 3.10 has no `Self`

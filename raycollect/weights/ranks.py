@@ -1,4 +1,4 @@
-"""The ranks of one side, as a driver sees them, and the rounds of puts and updates that it drives over them."""
+"""The ranks of one side, in the driver, and the rounds of puts and updates that the driver runs over them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from raycollect.errors import (
     VersionError,
     VersionTimeoutError,
     Violation,
-    kept,
     refusal,
+    strip_traceback,
     wrong_argument,
 )
 from raycollect.errors.text import a_type, not_a_name
@@ -42,36 +42,36 @@ from raycollect.ray_bridge import ray_internals
 from raycollect.weights import agent, protocol
 from raycollect.weights.agent import Attached
 from raycollect.weights.atoms import Layouts
-from raycollect.weights.directory import Holder, Member
-from raycollect.weights.protocol import Event, Failed, Lost, Round, Tell, Version
+from raycollect.weights.directory import HolderRecord, RankProcess
+from raycollect.weights.protocol import RankEvent, RankFailed, RankLost, Tell, Version, VersionRound
 
 ATTACH_S = 60.0
-"""How long a rank may take to come to where it hears of a publication, in seconds."""
+"""How long a rank may take to attach, in seconds."""
 
 LOOK_S, MOST_REPORTS = 1.0, 8
-"""How long all ranks that are late may take to say what they are doing, in seconds, and how many are asked."""
+"""How long late ranks may take to report what they are doing, in seconds, and how many of them are asked."""
 
-_IN_ROUND = "/raycollect/weights/"  # in the stack of a process that does what a round told it to do
+_IN_ROUND = "/raycollect/weights/"  # in the stack of a process that runs an action of a round
 
 
 class Ranks:
     """The actors of one side, by rank, and the layouts of what their refs hold.
 
     Args:
-        op: What is done, for messages.
-        refs: One ref per rank; they are held as long as this.
-        given: The layouts by name or pattern, or one of a tensor; None: DTensors say it, and of other tensors each rank
-            has all.
-        timeout_s: How long the methods that make the refs may take.
+        op: The operation, for messages.
+        refs: One ref per rank; held as long as this object.
+        given: The layouts by name or pattern, or the layout of a tensor; None: DTensors have their own layouts, and
+            other tensors are replicated.
+        timeout_s: How long the methods that return the refs may take.
 
     Raises:
-        RefusedError: Refs or layouts make no sense.
+        RefusedError: Invalid refs or layouts.
         CollectiveTimeoutError: The methods are late.
     """
 
     def __init__(self, op: str, refs: Sequence[Any], given: Any, timeout_s: float) -> None:
-        if not isinstance(refs, (list, tuple)) or not refs or not all(isinstance(one, ray.ObjectRef) for one in refs):
-            raise refusal(op, "", (wrong_argument("list of refs", _told(refs), "one ObjectRef per rank"),))
+        if not isinstance(refs, (list, tuple)) or not refs or not all(isinstance(ref, ray.ObjectRef) for ref in refs):
+            raise refusal(op, "", (wrong_argument("list of refs", _describe(refs), "one ObjectRef per rank"),))
         self.op = op
         self.refs: list[Any] = list(refs)
         handles, violations = held_values.handles_of(dict(enumerate(refs)), timeout_s, op, "")
@@ -79,9 +79,9 @@ class Ranks:
             raise refusal(op, "", tuple(violations))
         self.handles: list[Handle] = [handles[rank] for rank in range(len(refs))]
         self.layouts: Layouts = _layouts(op, self.handles, given)
-        self.actors: list[Any] = [self._actor(rank, one) for rank, one in enumerate(self.handles)]
-        self.members: list[Member] = []  # who they are, from `attach` on
-        self.shown: list[Version | None] = []  # what they showed then
+        self.actors: list[Any] = [self._actor(rank, handle) for rank, handle in enumerate(self.handles)]
+        self.members: list[RankProcess] = []  # their processes, from `attach` on
+        self.shown: list[Version | None] = []  # the versions that they showed then
 
     def __len__(self) -> int:
         return len(self.refs)
@@ -92,41 +92,41 @@ class Ranks:
         actor = ray_internals.actor_handle(handle.actor_id)
         if actor is None:
             expected = "one of whose actor this process has a handle"
-            found = Violation(
+            violation = Violation(
                 kind="foreign", rank=rank, field="ref", found="of an actor unknown here", expected=expected
             )
-            raise refusal(self.op, "", (found,))
+            raise refusal(self.op, "", (violation,))
         return actor
 
     def call(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function in a rank's actor, in its queue; returns the ref."""
+        """Calls a function in a rank's actor, in order of its queue; returns the ref."""
         return self.actors[rank].__ray_call__.options(max_task_retries=0).remote(function, *args)
 
     def items(self, rank: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a generator function in a rank's actor, in its queue; returns the generator of refs."""
-        made = self.actors[rank]._raycollect_items
-        return made.options(num_returns="streaming", max_task_retries=0).remote(function, *args, **kwargs)
+        """Calls a generator function in a rank's actor, in order of its queue; returns the generator of refs."""
+        method = self.actors[rank]._raycollect_items
+        return method.options(num_returns="streaming", max_task_retries=0).remote(function, *args, **kwargs)
 
     def keys(self, rank: int) -> frozenset[str]:
-        """The names of a rank's local tensors."""
-        return frozenset(one.key for one in local_tensors(tuple(self.layouts.items())).get(rank, ()))
+        """Returns the names of a rank's local tensors."""
+        return frozenset(tensor.key for tensor in local_tensors(tuple(self.layouts.items())).get(rank, ()))
 
     def check(self) -> None:
-        """Raises what keeps any of them from taking part, while they are still parts of other sides."""
-        args = [(self.op, one.key, self.layouts, rank) for rank, one in enumerate(self.handles)]
-        answers = self._answers([self.call(rank, agent.check_side, *one) for rank, one in enumerate(args)])
-        owners: dict[tuple[str, Range], int] = {}  # by actor and memory, which rank's tensor lies there
+        """Raises if a rank can't take part, before any rank leaves another side."""
+        args = [(self.op, handle.key, self.layouts, rank) for rank, handle in enumerate(self.handles)]
+        answers = self._answers([self.call(rank, agent.check_side, *arguments) for rank, arguments in enumerate(args)])
+        owners: dict[tuple[str, Range], int] = {}  # by actor and memory range: the rank of the tensor
         for rank, (handle, spans) in enumerate(zip(self.handles, answers, strict=True)):
             for span in spans:
                 if (owner := owners.setdefault((handle.actor_id, span), rank)) != rank:
-                    found, expected = f"in the memory of rank {owner}'s", "tensors of its own for each rank"
-                    wrong = Violation(kind="alias", rank=rank, field="tensor", found=found, expected=expected)
+                    actual, expected = f"in the memory of rank {owner}'s", "tensors of its own for each rank"
+                    wrong = Violation(kind="alias", rank=rank, field="tensor", found=actual, expected=expected)
                     raise refusal(self.op, "", (wrong,))
 
     def attach(
         self, function: Callable[..., Attached], args: Callable[[int], tuple[Any, ...]], undo: tuple[Any, ...]
     ) -> None:
-        """Calls a function in all of them, and raises what any of them raises: then all call `undo`, with arguments."""
+        """Calls a function in all actors. If it raises in any of them, all call `undo` and the error is raised."""
         refs = [self.call(rank, function, *args(rank)) for rank in range(len(self))]
         try:
             attached: list[Attached] = self._answers(refs)
@@ -134,13 +134,13 @@ class Ranks:
             for rank in range(len(self)):
                 self.call(rank, *undo)
             raise
-        self.members = [one for one, _ in attached]
+        self.members = [member for member, _ in attached]
         self.shown = [version for _, version in attached]
 
     def _answers(self, refs: list[Any]) -> list[Any]:
-        retrieve_errors(refs)  # of which the first is raised
+        retrieve_errors(refs)  # the first one is raised
         try:
-            found: list[Any] = ray.get(refs, timeout=ATTACH_S)
+            answers: list[Any] = ray.get(refs, timeout=ATTACH_S)
         except RayTaskError as exc:
             raise cause_of(exc) from None
         except GetTimeoutError as exc:
@@ -148,14 +148,16 @@ class Ranks:
             raise held_values.late_error(self.op, "", len(late), late, ATTACH_S) from exc
         except RayActorError as exc:
             raise ActorGoneError(op=self.op, detail=str(exc).partition("\n")[0]) from exc
-        return found
+        return answers
 
-    def holder(self, rank: int, key: Key, signature: bytes, *, is_publisher: bool) -> Holder:
-        """A rank as a holder of a version."""
-        return Holder(member=self.members[rank], key=key, signature=signature, rank=rank, is_publisher=is_publisher)
+    def holder(self, rank: int, key: Key, signature: bytes, *, is_publisher: bool) -> HolderRecord:
+        """Returns the record of a rank as a holder of a version."""
+        return HolderRecord(
+            member=self.members[rank], key=key, signature=signature, rank=rank, is_publisher=is_publisher
+        )
 
     def late_error(self, name: str, job: Job, timeout_s: float, *, is_shown: bool = False) -> VersionTimeoutError:
-        """Makes the error of a round for which ranks were too late, with what they are doing."""
+        """Builds the error of a round for which ranks were late, with their reports."""
         waited = {rank: error for rank, error in job.errors.items() if isinstance(error, CollectiveTimeoutError)}
         late = tuple(sorted(job.round.waiting if job.is_late else waited))
         who = ", ".join(f"{rank} ({self.members[rank].actor})" for rank in late)
@@ -171,18 +173,18 @@ class Ranks:
         )
 
     def _reports(self, ranks: Sequence[int]) -> tuple[RankReport, ...]:
-        """What some ranks are doing, as far as they say so within a moment."""
-        found = []
+        """Returns the reports of ranks, as far as they answer within a moment."""
+        reports = []
         for rank in ranks[:MOST_REPORTS]:
-            one = self.members[rank]
-            seen = _look(one.address, LOOK_S / min(len(ranks), MOST_REPORTS))
+            member = self.members[rank]
+            seen = _look(member.address, LOOK_S / min(len(ranks), MOST_REPORTS))
             has_begun = seen is not None and not seen.doing and any(_IN_ROUND in line for line in seen.stack)
-            found.append(report_of(rank, one.actor, seen, has_begun=has_begun, awaited_s=0.0))
-        return tuple(found)
+            reports.append(report_of(rank, member.actor, seen, has_begun=has_begun, awaited_s=0.0))
+        return tuple(reports)
 
 
 def _look(address: Address, limit_s: float) -> Seen | None:
-    """What a process is doing, whoever drives it; None: it gives no answer."""
+    """Asks a process what it is doing; None if it gives no answer."""
     try:
         client = DataClient(address, limit_s)
         try:
@@ -195,22 +197,22 @@ def _look(address: Address, limit_s: float) -> Seen | None:
 
 
 def wrong_name(name: object) -> list[Violation]:
-    """The violation of a name that no publication can have."""
+    """Returns the violation by an invalid name of a publication."""
     wrong = not_a_name(name)
     return [wrong_argument("name", wrong, "a string")] if wrong else []
 
 
 def why_over(session: Any, *, is_open: bool) -> str:
-    """Why a side can't be used any more; empty where it can. `session`: that of Ray in which it was made."""
+    """Returns why a side can't be used any more; empty if it can. `session` is the Ray session in which it was made."""
     if is_open and session is not None and not ray_internals.is_in(session):
         return "of a Ray that was shut down"
     return "" if is_open else "closed"
 
 
-def _told(refs: object) -> str:
+def _describe(refs: object) -> str:
     if not isinstance(refs, (list, tuple)):
         return a_type(refs)
-    other = next((one for one in refs if not isinstance(one, ray.ObjectRef)), None)
+    other = next((ref for ref in refs if not isinstance(ref, ray.ObjectRef)), None)
     return "empty" if not refs else f"a list with {a_type(other)}"
 
 
@@ -220,37 +222,37 @@ def _layouts(op: str, handles: Sequence[Handle], given: Any) -> Layouts:
         plain = _replicated(handles)
         if plain is not None:
             return plain
-    elif not isinstance(named, Mapping) or not all(isinstance(one, Layout) for one in named.values()):
+    elif not isinstance(named, Mapping) or not all(isinstance(value, Layout) for value in named.values()):
         expected = "a Layout (see raycollect.layout), or a dict of Layouts by name or pattern"
         raise refusal(op, "", (wrong_argument("layout", type(given).__name__, expected),))
     side = SideLayouts("layout", named)
     if side.is_open:
-        side.resolve_held([held_tensors(one) for one in handles], ())
+        side.resolve_held([held_tensors(handle) for handle in handles], ())
     violations = list(side.violations)
-    for name, one in side.layouts.items():
-        if one.world_size > len(handles):
+    for name, resolved in side.layouts.items():
+        if resolved.world_size > len(handles):
             expected = f"at most the {len(handles)} of the refs"
-            violations.append(wrong_argument(f"layout of {name!r}", f"of {one.world_size} ranks", expected))
+            violations.append(wrong_argument(f"layout of {name!r}", f"of {resolved.world_size} ranks", expected))
     if violations:
         raise refusal(op, "", tuple(violations))
     return dict(sorted(side.layouts.items()))
 
 
 def _replicated(handles: Sequence[Handle]) -> Layouts | None:
-    """Layouts of tensors of which each rank has all; None: some are DTensors, or no dict of tensors."""
+    """Returns layouts of replicated tensors; None if some are DTensors, or it is no dict of tensors."""
     first = handles[0]
     names = ("",) if first.structure == TENSOR else tuple(map(str, first.structure.names))
-    if any(one.placements for one in handles) or len(names) != len(first.infos):
+    if any(handle.placements for handle in handles) or len(names) != len(first.infos):
         return None
     mesh = {"rank": len(handles)}
     return {
-        name: replace(layout(one.shape, mesh=mesh, dtype=one.dtype), converts=False)  # which nobody has asked for
-        for name, one in sorted(zip(names, first.infos, strict=True))
+        name: replace(layout(info.shape, mesh=mesh, dtype=info.dtype), converts=False)  # conversion was not requested
+        for name, info in sorted(zip(names, first.infos, strict=True))
     }
 
 
 def cause_of(error: RayTaskError) -> RaycollectError:
-    """What a function that was called in an actor raised."""
+    """Returns the error that a function raised in an actor."""
     cause = error.cause
     if isinstance(cause, RaycollectError):
         return cause
@@ -262,46 +264,46 @@ class Job:
     """One round over the ranks of a side.
 
     Attributes:
-        round: How far it is.
-        errors: What ranks raised.
-        is_late: Whether its time was over.
+        round: The state of the round.
+        errors: The errors of ranks.
+        is_late: Whether the time limit has passed.
     """
 
-    round: Round
+    round: VersionRound
     errors: dict[int, RaycollectError]
     is_late: bool = False
 
     @property
     def has_waited(self) -> bool:
-        """Whether a rank has waited for memory until its time was over."""
+        """Whether a rank has waited for readers of its memory until the time limit."""
         return any(isinstance(error, CollectiveTimeoutError) for error in self.errors.values())
 
     def end_late(self) -> None:
-        """Its time is over."""
+        """Fails the round because the time limit has passed."""
         if not self.round.is_over:
             self.is_late = True
-            self.round, _ = protocol.advance(self.round, Failed(min(self.round.waiting)))
+            self.round, _ = protocol.advance(self.round, RankFailed(min(self.round.waiting)))
 
 
 @dataclass(eq=False, kw_only=True)
 class Update(Job):
-    """A round whose ranks are told one thing after the other.
+    """An update of one receiver group, whose ranks run one action after the other.
 
     Attributes:
         tell: Calls a rank, and returns the ref.
-        read: What a rank's answer means; it keeps what else it needs of it.
+        read: Converts a rank's answer to an event, and stores its other contents.
     """
 
     tell: Callable[[Tell, int], Any]
-    read: Callable[[int, Any], Event]
+    read: Callable[[int, Any], RankEvent]
 
-    def heard(self, rank: int, ref: Any) -> Event:
-        """What a rank has answered; raises as `ray.get`."""
+    def heard(self, rank: int, ref: Any) -> RankEvent:
+        """Returns the event of a rank's answer; raises the errors of `ray.get`."""
         return self.read(rank, ray.get(ref))
 
 
 def drive(jobs: Sequence[tuple[Update, Tell]], timeout_s: float, beside: Callable[[], None]) -> None:
-    """Drives rounds side by side until all are over, or the time is; `beside` is called when all have begun."""
+    """Drives rounds until all have ended or the time limit has passed; calls `beside` after the first calls."""
     until_s = time.monotonic() + timeout_s
     pending: dict[Any, tuple[Update, int]] = {}
     for job, tell in jobs:
@@ -320,7 +322,7 @@ def drive(jobs: Sequence[tuple[Update, Tell]], timeout_s: float, beside: Callabl
             if following is not None:
                 _tell(pending, job, following)
         retrieve_errors(ref for ref, (job, _) in pending.items() if job.round.is_over)
-        pending = {ref: one for ref, one in pending.items() if not one[0].round.is_over}
+        pending = {ref: entry for ref, entry in pending.items() if not entry[0].round.is_over}
     retrieve_errors(pending)
 
 
@@ -329,17 +331,17 @@ def _tell(pending: dict[Any, tuple[Update, int]], job: Update, tell: Tell) -> No
         pending[job.tell(tell, rank)] = job, rank
 
 
-def event_of(job: Job, rank: int, heard: Callable[[], Event]) -> Event:
-    """What a rank has answered, as `heard` reads it, or what it means that it gave no answer."""
+def event_of(job: Job, rank: int, heard: Callable[[], RankEvent]) -> RankEvent:
+    """Returns the event that `heard` reads from a rank's answer, or the event of a failed call."""
     try:
         return heard()
     except RayTaskError as exc:
-        job.errors[rank] = kept(cause_of(exc))
-        return Failed(rank)
-    except ActorUnavailableError as exc:  # it may live, and show what it showed
+        job.errors[rank] = strip_traceback(cause_of(exc))
+        return RankFailed(rank)
+    except ActorUnavailableError as exc:  # the actor may live and show its last version
         what, _, _ = str(exc).partition("\n")
         detail = f"Ray can't reach its actor, which may live: {what}"
         job.errors[rank] = VersionError(name="", version=str(job.round.version), rank=rank, detail=detail)
-        return Failed(rank)
+        return RankFailed(rank)
     except RayActorError:
-        return Lost(rank)
+        return RankLost(rank)

@@ -1,4 +1,4 @@
-"""What an update gives: who shows which version, with the digests of what landed."""
+"""The receipts of updates: which ranks show which version, with the digests of the bytes that landed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from raycollect.weights.protocol import Digests, Version
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReceipt:
-    """What one rank has.
+    """The receipt of one rank.
 
     Attributes:
         rank: The rank in its receiver group.
-        actor: Its actor, for people.
-        digests: Of each of its parts, recomputed from what landed.
-        nbytes: The bytes that were read for this version; what had not changed was not.
+        actor: The display name of its actor.
+        digests: The digest of each of its parts, recomputed from the bytes that landed.
+        nbytes: How many bytes the rank read for this version; unchanged parts are not read.
         seconds: How long reading and checking took.
     """
 
@@ -28,13 +28,13 @@ class RankReceipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receipt:
-    """Says that a receiver group shows a version.
+    """The receipt of a receiver group that shows a version.
 
     Attributes:
-        name: That of the publication.
+        name: The name of the publication.
         version: The version.
-        ranks: The ranks that show it. None is here that has not verified all of its atoms.
-        lost: The ranks whose processes are gone.
+        ranks: The receipts of the ranks that show it. Each of them has verified all of its atoms.
+        lost: The ranks whose processes have ended.
         skipped: How many versions were put between this one and the one that the group had before.
         seconds: How long the update took.
     """
@@ -48,5 +48,5 @@ class Receipt:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that were read, by all ranks."""
-        return sum(one.nbytes for one in self.ranks)
+        """The bytes that all ranks have read."""
+        return sum(rank.nbytes for rank in self.ranks)

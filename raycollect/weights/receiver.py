@@ -1,4 +1,4 @@
-"""One rank of a receiver group: the next version is made and checked where no method sees it; inside the actor."""
+"""One rank of a receiver group: makes and verifies the next version in memory that no method sees; inside the actor."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from raycollect.errors import (
     VersionDirtyError,
     VersionNotWholeError,
     brief,
-    kept,
+    strip_traceback,
 )
 from raycollect.member.participant import Participant
 from raycollect.planner.boxes import extent, moved
 from raycollect.pos import Container, Range, fetch
 from raycollect.pos.boxes import MOST_BOXES, Box
 from raycollect.weights import atoms, digests, protocol
-from raycollect.weights.atoms import Layouts, Place
-from raycollect.weights.directory import Atoms, Holder, Holders
+from raycollect.weights.atoms import AtomPart, Layouts
+from raycollect.weights.directory import Atoms, HolderRecord, Holders
 from raycollect.weights.local_side import LocalSide
 from raycollect.weights.protocol import Atom, Digests, RankState, Version
 from raycollect.weights.receipts import RankReceipt
-from raycollect.weights.source import WAIT_S, Kept
+from raycollect.weights.source import WAIT_S, ServedArrays
 
 HOLDER_S = 5.0
-"""How long a holder that does not answer is waited for while there are others, in seconds."""
+"""How long to wait for a holder while other holders remain, in seconds."""
 
 READ_NBYTES = 64 << 20
-"""The most that one request asks for, which is in memory twice where it comes over the network; at least an atom."""
+"""The most bytes of one request, but at least an atom. Over the network they are in memory twice."""
 
 
 class Receiver:
     """One rank of a receiver group: its tensors, and a second set in which the next version is made.
 
     Args:
-        here: The actor that this process is.
-        name: That of the publication.
+        here: The participant of this process.
+        name: The name of the publication.
         container: The tensors.
-        layouts: Those of the receiver group.
-        rank: Which of its ranks it is.
-        inplace: Versions are made in the tensors themselves, and methods are refused meanwhile.
-        actor: Whose tensors they are.
+        layouts: The layouts of the receiver group.
+        rank: The rank in the receiver group.
+        inplace: Whether versions are made in the tensors themselves, while methods are refused.
+        actor: The actor that owns the tensors.
     """
 
     def __init__(
@@ -69,32 +69,32 @@ class Receiver:
         self._side = LocalSide("subscribe", container, layouts, rank, is_written=True)
         self._side.follow(actor)
         self.inplace: bool = inplace
-        self._back = Kept(self._side.live() if inplace else self._side.made())
+        self._back = ServedArrays(self._side.live() if inplace else self._side.allocate_arrays())
         if not inplace:
             for array, live in zip(self._back.arrays, self._side.live(), strict=True):
-                np.copyto(array, live)  # what no layout covers
-        self._among: tuple[Atom, ...] = ()  # the atoms of a version, which are the same for many
-        self._parts: dict[Atom, tuple[Place, ...]] = {}  # where those of this rank lie
-        self._marked: list[Range] = []  # of what is dirty by an update in place
-        self._is_aside = False  # whether the version that methods see is served from the tensors, not from `_back`
-        self._ahead = 0  # bytes that a stream has brought
-        self._mapped: dict[str, Array] = {}  # of the holders of the last version: their memory, which stays mapped
+                np.copyto(array, live)  # elements that no layout covers
+        self._among: tuple[Atom, ...] = ()  # the atoms of a version; versions usually have the same ones
+        self._parts: dict[Atom, tuple[AtomPart, ...]] = {}  # where the atoms of this rank lie
+        self._marked: list[Range] = []  # the ranges that are dirty by an update in place
+        self._is_aside = False  # whether the visible version is served from the tensors instead of from `_back`
+        self._ahead = 0  # bytes that were read for a stream
+        self._mapped: dict[str, Array] = {}  # keeps the memory of the last version's holders mapped
         self.state: RankState = RankState()
-        self.gone: tuple[Key, ...] = ()  # of holders that did not have the version that was staged last
+        self.stale_holders: tuple[Key, ...] = ()  # the keys of holders that did not have the version staged last
         self.where: tuple[Range, ...] = tuple(span for span in self._side.ranges() if span[0] < span[1])
         self.form: tuple[Any, ...] = (name, inplace, rank, tuple(layouts.items()))
 
     def stage(self, version: Version, holders: Holders, timeout_s: float) -> RankReceipt:
-        """Makes a version in the second set of tensors, of what is missing there.
+        """Makes a version in the second set of tensors: reads the missing atoms.
 
-        Until then the version that methods see is served as before, and again if this fails.
+        The version that methods see stays available to other receivers, also if this fails.
 
         Raises:
-            VersionNotWholeError: Nobody gave some atoms with the right digests.
-            CollectiveTimeoutError: The time is over, and others still read the second set of tensors.
-            TensorReplacedError, LayoutError: The tensors have become others.
+            VersionNotWholeError: No holder gave some atoms with the right digests.
+            CollectiveTimeoutError: The time limit has passed, and others still read the second set of tensors.
+            TensorReplacedError, LayoutError: The tensors were replaced by others.
         """
-        began_s, live = time.monotonic(), self._live()  # what has become another is refused before any rank shows
+        began_s, live = time.monotonic(), self._live()  # refuses replaced tensors before any rank shows the version
         self._know(tuple(version.digests))
         wanted = {atom: version.digests[atom] for atom in self._parts}
         if self.inplace:
@@ -107,7 +107,7 @@ class Receiver:
         if self.state.missing:
             raise self._not_whole(version, holders, failures)
         landed = {atom: self.state.landed[atom] for atom in wanted}
-        self.gone = tuple(key for key, error in failures.items() if isinstance(error, RefusedError))
+        self.stale_holders = tuple(key for key, error in failures.items() if isinstance(error, RefusedError))
         read, self._ahead = read + self._ahead, 0
         return RankReceipt(
             rank=self._side.rank,
@@ -118,39 +118,39 @@ class Receiver:
         )
 
     def open_stream(self, version: Version, among: Sequence[Atom]) -> None:
-        """Begins to take a version part by part; `among`: its atoms."""
+        """Begins to receive a stream; `among` are the version's atoms."""
         self._know(tuple(among))
         self.state = protocol.open_stream(self.state, version, among)
         self._ahead = 0
 
     def land(self, version: Version, part: Digests, holders: Holders, timeout_s: float) -> int:
-        """Reads atoms of a version that is open, and returns the bytes; what does not come is read by `stage`."""
+        """Reads atoms of the open version, and returns the bytes; `stage` reads atoms that this could not get."""
         part = {atom: digest for atom, digest in part.items() if atom in self._parts}
         self.state = protocol.expect(self.state, version, part)
-        if self.state.staged != version or not self.state.is_open:  # it comes late: what lies here may be served
+        if self.state.staged != version or not self.state.is_open:  # late: the tensors may be served meanwhile
             return 0
         read, _ = self._read_missing(version, holders, timeout_s)
         self._ahead += read
         return read
 
     def show(self, version: Version, limit_s: float = WAIT_S) -> Key | None:
-        """Lets methods see a version, and serves it to others; None: it is not whole here.
+        """Makes a version visible to methods, and serves it to others; returns None if it is incomplete here.
 
-        What methods see has the right bits afterwards, and is written only where it has others.
+        Only tensors whose bits differ are written.
 
         Raises:
-            CollectiveTimeoutError: The limit is over, and others still read the tensors.
+            CollectiveTimeoutError: The time limit has passed, and others still read the tensors.
         """
         live = self._live()
         if self.inplace and self.state.staged == version:
             self._hold_in_place(live)
-            found = {**self.state.landed, **self._lying(version)}
-            self.state = protocol.stage_in_place(self.state, version, self.state.wanted, found)
+            present = {**self.state.landed, **self._lying(version)}
+            self.state = protocol.stage_in_place(self.state, version, self.state.wanted, present)
         if not protocol.may_show(self.state, version):
             return None
         store = self._here.store
         if self._is_aside:
-            self._back.withdraw(store)  # it is served from the tensors, which are about to change
+            self._back.withdraw(store)  # the tensors that serve the version are about to change
             self._is_aside = False
         if not self.inplace:
             self._copy(live, limit_s)
@@ -161,11 +161,11 @@ class Receiver:
         return self._back.serve(store)
 
     def _copy(self, live: list[Array], limit_s: float) -> None:
-        """Copies the second set of tensors into those that methods see, where these have other bits."""
+        """Copies atoms of the second set whose bits differ into the tensors that methods see."""
         pairs = [
-            (one.name, self._side.box(live, one), self._side.box(self._back.arrays, one))
+            (part.name, self._side.box(live, part), self._side.box(self._back.arrays, part))
             for parts in self._parts.values()
-            for one in parts
+            for part in parts
         ]
         changed = [pair for pair in pairs if not digests.is_same(*pair[1:])]
         if changed:
@@ -175,23 +175,23 @@ class Receiver:
             self._side.raise_versions({name for name, _, _ in changed})
 
     def withdraw(self) -> None:
-        """Serves nothing any more."""
+        """Stops serving."""
         self._back.withdraw(self._here.store)
         self._is_aside = False
 
     def close(self) -> None:
-        """`withdraw`; methods may see the tensors, whatever these hold."""
+        """Stops serving, and lets methods see the tensors in any state."""
         self.withdraw()
         self._here.methods.refusals.pop(self.where, None)
 
     def where_now(self) -> tuple[Range, ...]:
-        """Where its tensors lie, of which some may be others than before."""
+        """Returns the current memory ranges of the tensors, some of which may have been replaced."""
         with suppress(RefusedError):
             self._live()
         return self.where
 
     def _live(self) -> list[Array]:
-        """The tensors that methods see, which may be others than before; raises as `LocalSide.live`."""
+        """Returns the tensors that methods see, some of which may have been replaced; raises as `LocalSide.live`."""
         live = self._side.live()
         where = tuple(span for span in self._side.ranges() if span[0] < span[1])
         if where != self.where:
@@ -203,11 +203,11 @@ class Receiver:
 
     def _hold_in_place(self, live: list[Array]) -> None:
         if any(map(operator.ne, map(byte_range, live), self._back.ranges())):
-            self.withdraw()  # others have taken their place
+            self.withdraw()  # the tensors were replaced
         self._back.arrays = live
 
     def _make_room(self) -> None:
-        """The second set of tensors is about to be written: what it has of the version that methods see, they have."""
+        """Serves the visible version from the tensors, as the second set is about to be written."""
         if self.inplace:
             self.withdraw()
         elif not self._is_aside and self._back.key is not None:
@@ -215,29 +215,29 @@ class Receiver:
             self._is_aside = True
 
     def _mark(self, version: Version) -> None:
-        """Has methods refused, and collectives and `get` on the tensors, while these are dirty."""
+        """Refuses methods, collectives and `get` on the tensors while these are dirty."""
         if not self.state.is_dirty:
             return
         self._side.raise_versions()
         here = self._here
-        is_ours = self.where in here.methods.refusals  # of an update before this one, which has not ended
+        is_ours = self.where in here.methods.refusals  # by an earlier update that has not ended
         detail = "an update in place has begun, and has not ended"
         where = {"name": self.name, "version": str(version), "actor": here.actor, "detail": detail}
-        here.methods.refusals[self.where] = kept(VersionDirtyError(rank=self._side.rank, **where))
+        here.methods.refusals[self.where] = strip_traceback(VersionDirtyError(rank=self._side.rank, **where))
         for span, owner in zip(self._side.ranges(), self._side.owners(), strict=True):
-            if is_ours or not here.store.is_dirty([span]):  # else it stays so: a failed collective has left it
+            if is_ours or not here.store.is_dirty([span]):  # a range that a failed collective left dirty stays dirty
                 here.store.mark_dirty([span], [owner])
                 self._marked.append(span)
 
     def _lying(self, version: Version) -> dict[Atom, bytes]:
-        """The digests of what has landed, made anew where it lies as it was put: others may have written there."""
-        found = {}
+        """Recomputes the digests of landed atoms that lie as they were put: others may have overwritten them."""
+        present = {}
         for atom, parts in self._parts.items():
-            if atom in self.state.landed and len(parts) == 1 and parts[0].part == atom[1]:
+            if atom in self.state.landed and len(parts) == 1 and parts[0].box == atom[1]:
                 box = self._side.box(self._back.arrays, parts[0])
                 if box.dtype == np.dtype(version.dtypes[atom[0]]):
-                    found[atom] = digests.digest(box)
-        return found
+                    present[atom] = digests.digest(box)
+        return present
 
     def _know(self, among: tuple[Atom, ...]) -> None:
         if self._among != among:
@@ -246,7 +246,7 @@ class Receiver:
     def _read_missing(
         self, version: Version, holders: Holders, timeout_s: float
     ) -> tuple[int, dict[Key, RaycollectError]]:
-        """Reads what is missing into the second set of tensors; returns the bytes, and why holders gave nothing."""
+        """Reads the missing atoms into the second set of tensors; returns the bytes, and the errors by holder."""
         if not self.state.missing:
             return 0, {}
         until_s = time.monotonic() + timeout_s
@@ -269,20 +269,20 @@ class Receiver:
         return read, failures
 
     def _requests(self, wanted: Sequence[Atom]) -> list[list[Atom]]:
-        found: list[list[Atom]] = []
+        requests: list[list[Atom]] = []
         nbytes = READ_NBYTES
         for atom in wanted:
             size = int(np.prod(extent(atom[1]))) * self._side.layouts[atom[0]].itemsize
-            if nbytes + size > READ_NBYTES or len(found[-1]) == MOST_BOXES:
-                found.append([])
+            if nbytes + size > READ_NBYTES or len(requests[-1]) == MOST_BOXES:
+                requests.append([])
                 nbytes = 0
-            found[-1].append(atom)
+            requests[-1].append(atom)
             nbytes += size
-        return found
+        return requests
 
-    def _read(self, version: Version, holder: Holder, places: Atoms, some: list[Atom], limit_s: float) -> int:
+    def _read(self, version: Version, holder: HolderRecord, places: Atoms, some: list[Atom], limit_s: float) -> int:
         boxes = [Box(*places[atom], extent(atom[1]), version.dtypes[atom[0]]) for atom in some]
-        found: dict[Atom, bytes] = {}
+        landed: dict[Atom, bytes] = {}
         member, read = holder.member, 0
 
         def take(at: int, array: Array) -> None:
@@ -290,41 +290,43 @@ class Receiver:
             read += array.nbytes
             if array.base is not None:
                 self._mapped[member.incarnation] = array
-            found[some[at]] = self._land(some[at], array)
+            landed[some[at]] = self._land(some[at], array)
 
         fetch.read(
             member.address, holder.key, boxes, take,
             actor=member.actor, incarnation=member.incarnation, timeout_s=limit_s,
         )  # fmt: skip
-        self.state = protocol.land(self.state, version, found)
+        self.state = protocol.land(self.state, version, landed)
         wrong = [atom for atom in some if self.state.landed.get(atom) != self.state.wanted[atom]]
         if wrong:
             raise VersionNotWholeError(name=self.name, detail=f"other bits than were put: {atoms.shown(wrong[0])}")
         return read
 
     def _land(self, atom: Atom, array: Array) -> bytes:
-        """Writes an atom where it belongs, and returns the digest of what lies there."""
+        """Writes an atom into the second set, and returns the digest of the written bytes."""
         parts = self._parts[atom]
-        boxes = [self._side.box(self._back.arrays, one) for one in parts]
-        if len(parts) == 1 and parts[0].part == atom[1] and boxes[0].dtype == array.dtype:
+        boxes = [self._side.box(self._back.arrays, part) for part in parts]
+        if len(parts) == 1 and parts[0].box == atom[1] and boxes[0].dtype == array.dtype:
             return digests.copied(boxes[0], array)
         whole = np.empty(array.shape, array.dtype)
-        found = digests.copied(whole, array)
-        for one, box in zip(parts, boxes, strict=True):
-            lo, _ = moved(one.part, atom[1][0], (0,) * array.ndim)
+        digest = digests.copied(whole, array)
+        for part, box in zip(parts, boxes, strict=True):
+            lo, _ = moved(part.box, atom[1][0], (0,) * array.ndim)
             wanted = np.empty(box.shape, box.dtype)
-            convert(wanted, box_of(whole, lo, one.size))
+            convert(wanted, box_of(whole, lo, part.size))
             if digests.copied(box, wanted) != digests.digest(wanted):
                 return b""
-        return found
+        return digest
 
     def _not_whole(
         self, version: Version, holders: Holders, failures: Mapping[Key, RaycollectError]
     ) -> VersionNotWholeError:
         missing = self.state.missing
-        tried = [f"{one.member.actor}: {brief(failures[one.key])}" for one, _ in holders if one.key in failures]
+        tried = [
+            f"{holder.member.actor}: {brief(failures[holder.key])}" for holder, _ in holders if holder.key in failures
+        ]
         detail = f"{len(missing)} of {len(self.state.wanted)} parts are missing, first {atoms.shown(missing[0])}: "
-        detail += "; ".join(tried) or "no holder of it is known"
+        detail += "; ".join(tried) or "it has no holders"
         who = self._here.actor
         return VersionNotWholeError(
             name=self.name, version=str(version), rank=self._side.rank, actor=who, detail=detail

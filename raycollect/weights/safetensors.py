@@ -1,8 +1,8 @@
 """`map_safetensors`: the tensors of safetensors files, mapped into memory and not read.
 
 The format (https://github.com/huggingface/safetensors): 8 bytes, little endian, with the length of the header; the
-header, which is JSON and says of each tensor its dtype, its shape, and where its bytes lie behind the header; the bytes
-of all tensors in C order, without gaps. Large models are several files, and an index that says which tensor is where.
+header in JSON, with the dtype, shape and byte range of each tensor; the bytes of all tensors in C order, without gaps.
+A large model consists of several files, and an index that maps tensors to files.
 """
 
 from __future__ import annotations
@@ -62,44 +62,44 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 
 
 def map_safetensors(path: str | Path) -> dict[str, Array]:
-    """Maps the tensors of safetensors files into memory. Only what is used of them is read, when it is used.
+    """Maps the tensors of safetensors files into memory. Bytes are read when they are first used.
 
     A method of an actor that returns this dict, or a part of it, is a source for `publish`, `broadcast_refs` and
-    `reshard_refs` like any other. The arrays can't be written. While they are in use, nobody may write the file;
-    replace it by another one of the same name (``os.replace``) instead.
+    `reshard_refs`. The arrays are read-only. Don't write to the file while they are in use; replace the file by another
+    one of the same name (``os.replace``) instead.
 
     Args:
         path: A file, an index of files (``*.index.json``), or a folder: then its index, or else all its
             ``*.safetensors``.
 
     Returns:
-        The tensors by name, as arrays of numpy; bfloat16 and float8 are types of `ml_dtypes`. Tensors of other dtypes,
+        The tensors by name, as numpy arrays; bfloat16 and float8 are types of `ml_dtypes`. Tensors of other dtypes,
         such as those of 4 bits, are left out, and a UserWarning names them.
 
     Raises:
-        InvalidArgumentError: Something is wrong with the path or a file: its header, its length; or a tensor is in
-            several files, or not in the one that the index names.
+        InvalidArgumentError: The path, or the header or length of a file is invalid; or a tensor is in several files,
+            or not in the file that the index names.
         OSError: A file can't be read.
     """
     if not is_path(path):
         raise refusal("map_safetensors", "", (wrong_argument("path", shown(path), "that of a file or a folder"),))
-    found: dict[str, Array | str] = {}
+    mapped: dict[str, Array | str] = {}
     for file, names in _files(Path(path)).items():
         tensors = _of_file(file)
         for name in tensors if names is None else names:
             if name not in tensors:
                 raise _wrong(file, f"without {shown(name)}", "with all tensors that the index says are there")
-            if name in found:
+            if name in mapped:
                 raise _wrong(file, f"with {shown(name)}, as another file", "each tensor in one file")
-            found[name] = tensors[name]
-    left_out = [f"{shown(name)} ({shown(kind)})" for name, kind in found.items() if isinstance(kind, str)]
+            mapped[name] = tensors[name]
+    left_out = [f"{shown(name)} ({shown(kind)})" for name, kind in mapped.items() if isinstance(kind, str)]
     if left_out:
         warnings.warn(f"left out of {path}, as numpy has no such dtype: {listed(left_out)}", UserWarning, stacklevel=2)
-    return {name: tensor for name, tensor in found.items() if not isinstance(tensor, str)}
+    return {name: tensor for name, tensor in mapped.items() if not isinstance(tensor, str)}
 
 
 def _files(path: Path) -> dict[Path, list[str] | None]:
-    """The files, and the tensors that are to be taken of each; None: all."""
+    """Returns the files, and the names of the tensors to map from each; None for all."""
     if path.is_dir():
         if not (path / INDEX).exists():
             files = sorted(path.glob("*.safetensors"))
@@ -123,10 +123,10 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
 
 
 def _of_file(path: Path) -> dict[str, Array | str]:
-    """The tensors of a file; of one that numpy can't have, its dtype."""
+    """Returns the tensors of a file; for a tensor without a numpy dtype, the name of its dtype."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        size = os.fstat(file.fileno()).st_size  # the path may have another file by now
+        size = os.fstat(file.fileno()).st_size  # the path may name another file by now
         if not 2 <= length <= min(size - 8, MOST_HEADER_NBYTES):
             expected = f"a header of at most {MOST_HEADER_NBYTES} bytes"
             raise _wrong(path, f"a file of {size} bytes whose header has {length}", expected)
@@ -144,7 +144,7 @@ def _of_file(path: Path) -> dict[str, Array | str]:
             tensors[name] = (
                 dtype if isinstance(dtype, str) else np.ndarray(shape, dtype, buffer=mapped, offset=begin + lo)
             )
-        except ValueError as exc:  # too many dimensions, or one beside a 0 that is too long
+        except ValueError as exc:  # too many dimensions, or a dimension next to a 0 that is too long
             raise _wrong(path, f"{shown(name)} of shape {shown(shape)}: {exc}", "a shape that numpy takes") from None
         if lo < hi:
             if lo in ends:
@@ -159,34 +159,34 @@ def _of_file(path: Path) -> dict[str, Array | str]:
 
 
 def _entry(path: Path, name: str, entry: Any) -> tuple[np.dtype[Any] | str, list[int], tuple[int, int]]:
-    """What the header says of a tensor: its dtype, or the name of one that numpy lacks, its shape and its bytes."""
+    """Returns a tensor's dtype (or the name of a dtype that numpy lacks), its shape and its byte range."""
     try:
         kind, shape, (lo, hi) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
         expected = "'dtype', 'shape' and two 'data_offsets'"
-        raise _wrong(path, f"a header that says {shown(entry)} of {shown(name)}", expected) from None
+        raise _wrong(path, f"a header with {shown(entry)} for {shown(name)}", expected) from None
     if not isinstance(kind, str) or not isinstance(shape, list) or not is_unicode(name):
         expected = "names in Unicode, and a list of extents"
-    elif len(shape) > MOST_DIMENSIONS or not all(type(one) is int and 0 <= one < 1 << 63 for one in (*shape, lo, hi)):
+    elif len(shape) > MOST_DIMENSIONS or not all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, lo, hi)):
         expected = f"a shape that numpy takes: at most {MOST_DIMENSIONS} extents below 2**63"
     else:
         dtype = _DTYPES.get(kind)
         if lo <= hi and (dtype is None or hi - lo == prod(shape) * dtype.itemsize):
             return kind if dtype is None else dtype, shape, (lo, hi)
         expected = f"as many bytes as {shown(kind)} takes"
-    told = f"{shown(name)} of dtype {shown(kind)} and shape {shown(shape)} in bytes {shown(lo)} to {shown(hi)}"
-    raise _wrong(path, told, expected)
+    actual = f"{shown(name)} of dtype {shown(kind)} and shape {shown(shape)} in bytes {shown(lo)} to {shown(hi)}"
+    raise _wrong(path, actual, expected)
 
 
 def _json(path: Path, data: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(data)
+        value = json.loads(data)
     except (ValueError, RecursionError) as exc:
         raise _wrong(path, f"no JSON: {str(exc)[:80]}", "a header or an index in JSON") from None
-    if not isinstance(found, Mapping):
-        raise _wrong(path, f"a {type(found).__name__} in JSON", "an object")
-    return dict(found)
+    if not isinstance(value, Mapping):
+        raise _wrong(path, f"a {type(value).__name__} in JSON", "an object")
+    return dict(value)
 
 
-def _wrong(path: Path, found: str, expected: str) -> Exception:
-    return refusal("map_safetensors", "", (wrong_argument(str(path), found, expected),))
+def _wrong(path: Path, actual: str, expected: str) -> Exception:
+    return refusal("map_safetensors", "", (wrong_argument(str(path), actual, expected),))

@@ -1,4 +1,4 @@
-"""One rank of a publisher: copies of its tensors, which are served as versions; inside the actor."""
+"""One rank of a publisher: copies its tensors, and serves the copies as versions; inside the actor."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from raycollect.member.participant import Participant
 from raycollect.planner.boxes import volume
 from raycollect.pos import Container, Store
 from raycollect.weights import atoms, digests
-from raycollect.weights.atoms import Layouts, Place
+from raycollect.weights.atoms import AtomPart, Layouts
 from raycollect.weights.local_side import LocalSide
 from raycollect.weights.protocol import Atom, Digests, Version
 
 WAIT_S = 60.0
-"""How long an actor waits for those who still read memory that is to be written, unless its driver says."""
+"""How long an actor waits by default for readers of memory that is to be written, in seconds."""
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
-    """Arrays that are served under a key, as long as they are not written."""
+class ServedArrays:
+    """Arrays that are served under a key while they are not written."""
 
     arrays: list[Array]
     key: Key | None = None
 
     def serve(self, store: Store) -> Key:
-        """Begins to serve them, unless they are served already."""
+        """Begins to serve the arrays, unless they are served already."""
         if self.key is None:
-            self.key = Key(secrets.token_bytes(28))  # a key that was freed is never held again
+            self.key = Key(secrets.token_bytes(28))  # a freed key can't be used again
             store.put(self.key, _listed(self.arrays))
         return self.key
 
     def serve_instead(self, store: Store, others: list[Array]) -> None:
-        """Has the key, if there is one, stand for other arrays with the same elements."""
+        """Makes the key, if any, stand for other arrays with the same elements."""
         if self.key is not None:
             store.replace(self.key, _listed(others))
 
     def withdraw(self, store: Store) -> None:
-        """Serves them no more."""
+        """Stops serving the arrays."""
         if self.key is not None:
             store.free([self.key])
             self.key = None
 
     def ranges(self) -> list[tuple[int, int]]:
-        """Where they lie."""
+        """Returns the memory ranges of the arrays."""
         return list(map(byte_range, self.arrays))
 
 
@@ -62,10 +62,10 @@ class _Filling:
     """A version that is being sealed, part by part."""
 
     attempt: bytes
-    slot: Kept
+    slot: ServedArrays
     key: Key
-    places: dict[Atom, tuple[Place, ...]]
-    found: dict[Atom, bytes] = field(default_factory=dict)
+    places: dict[Atom, tuple[AtomPart, ...]]
+    sealed: dict[Atom, bytes] = field(default_factory=dict)
 
 
 class Source:
@@ -75,51 +75,51 @@ class Source:
         self._here = here
         self._side = LocalSide("publish", container, layouts, rank, is_written=False)
         self._side.follow(actor)
-        self._slots: dict[int, Kept] = {}
+        self._slots: dict[int, ServedArrays] = {}
         self._filling: _Filling | None = None
         self._failed = (b"", "")  # the attempt that failed last, and how
 
     def seal(
         self, version: Version, among: Sequence[Atom] | None, attempt: bytes, limit_s: float = WAIT_S
     ) -> tuple[Key, Digests]:
-        """Copies this rank's part of a version, or what a stream has left of it, and digests it.
+        """Copies this rank's part of a version, or the rest of a stream, and digests it.
 
         Args:
             version: The version.
             among: Its atoms, in the first call of an attempt; None in others.
-            attempt: Who asks; what another attempt has sealed is sealed anew.
-            limit_s: How long to wait for readers of the version in whose place it is sealed, in seconds, and for
-                plans that write the tensors.
+            attempt: The id of the put or stream; atoms that another attempt sealed are sealed again.
+            limit_s: How long to wait for readers of the version that is overwritten, and for plans that write the
+                tensors, in seconds.
 
         Raises:
-            VersionNotPutError: A part of this attempt has failed, or another attempt has taken its place.
-            CollectiveTimeoutError: The limit is over.
+            VersionNotPutError: A part of this attempt has failed, or another attempt has replaced it.
+            CollectiveTimeoutError: The time limit has passed.
             TensorDirtyError: A failed collective has left a tensor half-written.
-            TensorReplacedError, LayoutError: The tensors have become others.
+            TensorReplacedError, LayoutError: The tensors were replaced by others.
         """
         until_s = time.monotonic() + limit_s
         if self._failed[0] == attempt:
             raise self._wrong(version, self._failed[1])
         live = self._side.live()
         filling = self.begin(version, among, attempt, limit_s)
-        left = [atom for atom in filling.places if atom not in filling.found]
+        left = [atom for atom in filling.places if atom not in filling.sealed]
         self._copy(filling, left, live, max(until_s - time.monotonic(), 0.0))
         self._filling = None
-        return filling.key, filling.found
+        return filling.key, filling.sealed
 
     def seal_part(
         self, version: Version, among: Sequence[Atom] | None, attempt: bytes, part: object
     ) -> tuple[Key, Digests]:
-        """Copies some tensors of a version, and digests them. They may be written again when this returns.
+        """Copies some tensors of a version, and digests them. The tensors may be written again when this returns.
 
         Args:
-            version: As of `seal`, with which the rest comes.
-            among: As of `seal`.
-            attempt: As of `seal`.
-            part: A name, a list of names, or a dict by name of what takes the place of this rank's tensors.
+            version: As in `seal`, which seals the rest.
+            among: As in `seal`.
+            attempt: As in `seal`.
+            part: A name, a list of names, or a dict by name of tensors that replace those of this rank.
 
         Raises:
-            VersionNotPutError: As `seal`; or it is none of these, or was sealed before.
+            VersionNotPutError: As `seal`; or the part is invalid, or was sealed before.
             TensorDirtyError: As `seal`.
         """
         filling = self.begin(version, among, attempt)
@@ -133,22 +133,22 @@ class Source:
             if fault:
                 raise self._wrong(version, f"{name!r} is {fault}")
         wanted = [atom for atom in filling.places if self._side.key_of(atom[0]) in names]
-        again = [atom for atom in wanted if atom in filling.found]
+        again = [atom for atom in wanted if atom in filling.sealed]
         if again:
             raise self._wrong(version, f"{self._side.key_of(again[0][0])!r} was sealed before")
         return filling.key, self._copy(filling, wanted, live, WAIT_S)
 
     def nbytes(self, among: Iterable[Atom]) -> int:
-        """The bytes of atoms."""
+        """Returns the bytes of atoms."""
         return sum(volume(box) * self._side.layouts[name].itemsize for name, box in among)
 
     def fail(self, version: Version, attempt: bytes, detail: str) -> VersionNotPutError:
-        """A part could not be made: this attempt can't be sealed. Returns the error."""
+        """Marks an attempt as failed, so that it can't be sealed; returns the error."""
         self._failed = attempt, detail
         return self._wrong(version, detail)
 
     def close(self) -> None:
-        """Serves nothing any more."""
+        """Stops serving."""
         for slot in self._slots.values():
             slot.withdraw(self._here.store)
         self._slots.clear()
@@ -157,7 +157,7 @@ class Source:
     def begin(
         self, version: Version, among: Sequence[Atom] | None, attempt: bytes, limit_s: float = WAIT_S
     ) -> _Filling:
-        """Where a version is sealed, in place of the version before the last; as of `seal`."""
+        """Returns the copy in which a version is sealed, in place of the version before the last; see `seal`."""
         if self._filling is not None and self._filling.attempt == attempt:
             return self._filling
         if among is None:
@@ -165,9 +165,9 @@ class Source:
         store = self._here.store
         slot = self._slots.get(version.count % 2)
         if slot is None:
-            slot = self._slots[version.count % 2] = Kept(self._side.made())
+            slot = self._slots[version.count % 2] = ServedArrays(self._side.allocate_arrays())
         slot.withdraw(store)
-        with store.writing(slot.ranges(), limit_s=limit_s):  # whoever still reads has ended
+        with store.writing(slot.ranges(), limit_s=limit_s):  # waits for readers
             pass
         places = atoms.places(self._side.layouts, self._side.rank, among, whole=True)
         self._filling = _Filling(attempt, slot, slot.serve(store), places)
@@ -181,12 +181,12 @@ class Source:
                 dirty = Violation(kind="dirty", rank=self._side.rank, field="tensor", found="half-written")
                 raise refusal("put", "", (dirty,))
             slot = filling.slot.arrays
-            found = {}
+            sealed = {}
             for atom in wanted:
-                (one,) = filling.places[atom]
-                found[atom] = digests.copied(self._side.box(slot, one), self._side.box(live, one))
-        filling.found.update(found)
-        return found
+                (part,) = filling.places[atom]
+                sealed[atom] = digests.copied(self._side.box(slot, part), self._side.box(live, part))
+        filling.sealed.update(sealed)
+        return sealed
 
     def _wrong(self, version: Version, detail: str) -> VersionNotPutError:
         who = self._here.actor

@@ -1,8 +1,8 @@
-"""A put whose parts go to receivers while the others are still being computed.
+"""A put whose parts go to receivers while other parts are still being computed.
 
-Memory: as without a stream. A part is copied into the publisher's copy of the version when it is sealed, and read from
-there into the second set of tensors of each receiver. What waits in between are digests. A receiver is asked for one
-batch of parts at a time: those that were sealed while it read the ones before.
+A stream needs no more memory than a put. A part is copied into the publisher's copy of the version when it is sealed,
+and receivers read it from there into their second set of tensors. Only digests are queued in between. A receiver reads
+one batch of parts at a time: those that were sealed while it read the last batch.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from raycollect.driver.plan_tracker import retrieve_errors
 from raycollect.errors import VersionNotPutError, refuse, wrong_argument, wrong_time_limit
 from raycollect.errors.text import shown
 from raycollect.weights import agent, protocol
-from raycollect.weights.directory import Atoms, Holder, Holders
-from raycollect.weights.protocol import Atom, Event, Sealed, SealedPart, Tell, Version
+from raycollect.weights.directory import Atoms, HolderRecord, Holders
+from raycollect.weights.protocol import Atom, RankEvent, RankSealed, RankSealedPart, Tell, Version
 from raycollect.weights.ranks import ATTACH_S, Job, event_of
 from raycollect.weights.receipts import Receipt
 from raycollect.weights.receiver import HOLDER_S
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from raycollect.weights.publication import Publication
 
 _Target = tuple[int, int]
-"""A receiver group by number, and a rank in it."""
+"""The number of a receiver group, and a rank in it."""
 
 
 class Stream(BoundToProcess):
-    """A version under way; see `Publication.stream`. For one thread at a time.
+    """A version that is being put part by part; see `Publication.stream`. For one thread at a time.
 
     Attributes:
-        version: The version, without its digests until it is put.
+        version: The version; it has no digests before it is put.
     """
 
     _INSTEAD = "call and commit it here; subscribe(name, ...) reads the version from there"
@@ -58,36 +58,36 @@ class Stream(BoundToProcess):
         begun, _ = protocol.begin_put(version, len(publication._ranks))
         self._job = Job(round=begun, errors={})
         self._keys: dict[int, Key] = {}
-        self._has = [set[Atom]() for _ in range(len(publication._ranks))]  # by rank, what it has sealed
-        # By rank, what it was asked for, which it does in this order: a ref or a generator, and whether it is all.
+        self._has = [set[Atom]() for _ in range(len(publication._ranks))]  # by rank: the sealed atoms
+        # By rank, the pending calls in order: a ref or a generator, and whether the call seals all
         self._sealing: list[deque[tuple[Any, bool]]] = [deque() for _ in range(len(publication._ranks))]
         self._untold: list[tuple[Atom, ...] | None] = [self._among] * len(publication._ranks)
         self._landing: dict[Any, _Target] = {}
         self._due: dict[_Target, dict[Atom, bytes]] = {}
         self._wanted: dict[_Target, frozenset[Atom]] = {}
-        for number, one in enumerate(self._subscriptions):
-            for rank, atoms in enumerate(one._open_stream(version, self._among)):
+        for number, subscription in enumerate(self._subscriptions):
+            for rank, atoms in enumerate(subscription._open_stream(version, self._among)):
                 self._wanted[number, rank] = atoms
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> None:
         """Calls a generator method in each of the publisher's actors. Each item that it yields is a part.
 
-        An item is the name of a tensor, a list of names, or a dict by name of tensors that take the place of those that
-        were published. It is copied before the method goes on.
+        An item is the name of a tensor, a list of names, or a dict by name of tensors that replace the published ones.
+        It is copied before the method continues.
 
         Raises:
             VersionNotPutError: Another version was put since this stream began.
         """
         with self._submitting():
             for rank in range(len(self._publication._ranks)):
-                made = self._publication._ranks.items(rank, agent.seal_parts, *self._of(rank), method, *args, **kwargs)
-                self._sealing[rank].append((made, False))
+                items = self._publication._ranks.items(rank, agent.seal_parts, *self._of(rank), method, *args, **kwargs)
+                self._sealing[rank].append((items, False))
         self._pump(0.0)
 
     def part(self, *names: str) -> None:
-        """Makes tensors a part, behind the methods of the actors that were called before; raises as `call`."""
+        """Makes tensors a part, after the actors' methods that were called before; raises as `call`."""
         held = [self._publication._ranks.keys(rank) for rank in range(len(self._publication._ranks))]
-        unknown = [one for one in names if not isinstance(one, str) or not any(one in keys for keys in held)]
+        unknown = [name for name in names if not isinstance(name, str) or not any(name in keys for keys in held)]
         if unknown or not names:
             refuse("part", [wrong_argument("names", shown(unknown), "names of tensors that are published")])
         with self._submitting():
@@ -99,11 +99,10 @@ class Stream(BoundToProcess):
         self._pump(0.0)
 
     def commit(self, *, timeout_s: float = 60.0) -> list[Receipt]:
-        """Puts the version, with what was no part yet, and updates the receiver groups to it.
+        """Puts the version, including tensors that were in no part, and updates the receiver groups to it.
 
         Raises:
-            VersionError: As `Publication.put` and `Publication.push`. A part that failed is an error here, and nothing
-                was put.
+            VersionError: As `Publication.put` and `Publication.push`. If a part has failed, nothing was put.
         """
         refuse("put", wrong_time_limit(timeout_s, also=(0,)))
         until_s = time.monotonic() + timeout_s
@@ -112,16 +111,16 @@ class Stream(BoundToProcess):
         if not self._subscriptions:
             return []
         left_s = max(until_s - time.monotonic(), 0.0)
-        return update_all(self._subscriptions, self.version, left_s, known=self.version)
+        return update_all(self._subscriptions, self.version, left_s, resolved=self.version)
 
     def _put(self, until_s: float, timeout_s: float) -> None:
-        """`commit` without the updates; the caller has the publication to itself."""
+        """Puts the version; the caller has the publication to itself."""
         self._check_first()
         for rank in sorted(self._job.round.waiting):
             left_s = max(until_s - time.monotonic(), 0.0)
             ref = self._publication._ranks.call(rank, agent.seal, *self._of(rank), left_s)
             self._sealing[rank].append((ref, True))
-        self._publication._forget_overwritten()  # beside the actors' work
+        self._publication._forget_overwritten()  # while the actors work
         while not self._job.round.is_over:
             if not self._pump(max(until_s - time.monotonic(), 0.0)):
                 self._job.end_late()
@@ -133,27 +132,27 @@ class Stream(BoundToProcess):
 
     @contextmanager
     def _submitting(self) -> Iterator[None]:
-        """Keeps puts of other threads off: the actors hear of a part before those, or not at all."""
+        """Excludes puts of other threads, so that the actors get a part before them, or not at all."""
         with self._publication._one_at_a_time("stream", ATTACH_S, time.monotonic() + ATTACH_S):
             self._check_first()
             yield
 
     def _check_first(self) -> None:
-        """A part would be copied over the version that was put since."""
+        """Raises if another version was put since, which a part would overwrite."""
         if self._publication._count >= self.version.count:
             detail = "another version was put since this stream began"
             raise VersionNotPutError(name=self._publication.name, version=str(self.version), detail=detail)
 
     def _of(self, rank: int) -> tuple[Any, ...]:
-        """What a call to a rank of the publisher begins with: its atoms once, so that parts cost what they have."""
+        """Returns the first arguments of a call to a rank of the publisher; the atoms are sent only once."""
         among, self._untold[rank] = self._untold[rank], None
         return self._publication.name, rank, replace(self.version, dtypes={}), among, self._attempt
 
     def _pump(self, wait_s: float) -> bool:
-        """Takes what has come, after waiting so long for the first; False: nothing came."""
+        """Handles the answers that have arrived, and waits up to `wait_s` for the first; returns whether any had."""
         some = False
         while True:
-            heads = {asked[0][0]: rank for rank, asked in enumerate(self._sealing) if asked}
+            heads = {queue[0][0]: rank for rank, queue in enumerate(self._sealing) if queue}
             pending = [*heads, *self._landing]
             ready = ray.wait(pending, timeout=0.0 if some else wait_s)[0] if pending else []
             if not ready:
@@ -177,12 +176,12 @@ class Stream(BoundToProcess):
         before = self._job.round
         event = event_of(self._job, rank, partial(self._heard, rank, ref, is_all=is_all))
         self._job.round, tell = protocol.advance(before, event)
-        if tell is Tell.LAND and isinstance(event, SealedPart):
+        if tell is Tell.LAND and isinstance(event, RankSealedPart):
             self._sealed({atom: digest for atom, digest in event.digests.items() if atom not in before.parts})
         elif self._job.round.is_over:
-            for asked in self._sealing:
-                retrieve_errors(ref for ref, _ in asked if not isinstance(ref, ray.ObjectRefGenerator))
-                asked.clear()
+            for queue in self._sealing:
+                retrieve_errors(ref for ref, _ in queue if not isinstance(ref, ray.ObjectRefGenerator))
+                queue.clear()
             retrieve_errors(self._landing)
             self._landing.clear()
 
@@ -194,13 +193,13 @@ class Stream(BoundToProcess):
                 if target not in self._landing.values():
                     self._land(target)
 
-    def _heard(self, rank: int, ref: Any, *, is_all: bool) -> Event:
+    def _heard(self, rank: int, ref: Any, *, is_all: bool) -> RankEvent:
         self._keys[rank], digests = ray.get(ref)
         self._has[rank].update(digests)
-        return Sealed(rank, digests) if is_all else SealedPart(rank, digests)
+        return RankSealed(rank, digests) if is_all else RankSealedPart(rank, digests)
 
     def _land(self, target: _Target) -> None:
-        """Has a receiver read what is due; whatever comes of it, an update looks for what is missing."""
+        """Makes a receiver read the parts that are due; if that fails, the update reads what is missing."""
         part = self._due.pop(target, None)
         if part:
             number, rank = target
@@ -210,10 +209,10 @@ class Stream(BoundToProcess):
             self._landing[ref] = target
 
     def _holders(self, part: Mapping[Atom, bytes]) -> Holders:
-        found: list[tuple[Holder, Atoms]] = []
+        holders: list[tuple[HolderRecord, Atoms]] = []
         for rank, key in self._keys.items():
             places = self._publication._places_on(rank)
             mine = {atom: places[atom] for atom in part if atom in self._has[rank] and atom in places}
             if mine:
-                found.append((self._publication._holder(rank, key), mine))
-        return found
+                holders.append((self._publication._holder(rank, key), mine))
+        return holders

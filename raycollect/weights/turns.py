@@ -1,4 +1,4 @@
-"""One operation at a time on a publication or a subscription, whichever threads call them."""
+"""One operation at a time on a publication or a subscription, from any threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Turns:
     """Lets operations on one object run one at a time; any thread may call it.
 
     Args:
-        name: That of the publication, for messages.
+        name: The name of the publication, for messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -23,16 +23,16 @@ class Turns:
 
     @contextmanager
     def taken(self, op: str, timeout_s: float, until_s: float) -> Iterator[None]:
-        """Waits for the operation that another thread has under way, and keeps others off for a block.
+        """Waits for the operation of another thread, and excludes others during a block.
 
         Args:
-            op: What waits.
-            timeout_s: How long it may take, for messages.
-            until_s: Until when it waits, by `time.monotonic`.
+            op: The operation that waits.
+            timeout_s: The time limit, for messages.
+            until_s: The deadline, by `time.monotonic`.
 
         Raises:
-            VersionTimeoutError: The other one has not ended in time.
-            VersionError: This very thread has one under way: a signal handler or a finalizer interrupted it.
+            VersionTimeoutError: The other operation has not ended in time.
+            VersionError: This thread runs an operation: a signal handler or a finalizer has interrupted it.
         """
         with Deferred():
             try:

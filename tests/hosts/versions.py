@@ -10,7 +10,7 @@ import time
 import ray
 
 import raycollect as col
-from raycollect.weights.directory import Directory
+from raycollect.weights.directory import VersionDirectory
 from tests.hosts.cluster import outside
 from tests.hosts.faults import answer
 from tests.ray.weight_actors import Weights
@@ -138,7 +138,7 @@ def versions_raylet(_):
     assert outside("signal", 3, "raylet", int(signal.SIGKILL)) == 1
     _, mine = on(1)
     until_s = time.monotonic() + LIMIT_S
-    while Directory("left").latest() is not None:
+    while VersionDirectory("left").latest() is not None:
         assert time.monotonic() < until_s
         with col.publish([mine], "other"):
             pass

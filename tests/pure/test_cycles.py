@@ -25,7 +25,7 @@ from raycollect.errors import (
     KernelError,
     RaycollectError,
     RefusedError,
-    kept,
+    strip_traceback,
 )
 from raycollect.member import init
 from raycollect.member import operations as col
@@ -52,7 +52,7 @@ def test_a_cycle_that_holds_what_matters_is_told_of():
     [told] = cycles.left(lambda: Knot([np.ones(1)]))
     assert "Knot" in told
     assert told.startswith("numpy.ndarray WITH ")
-    [told] = cycles.left(lambda: Knot(kept(KernelError(detail="x"))))
+    [told] = cycles.left(lambda: Knot(strip_traceback(KernelError(detail="x"))))
     assert told.startswith("raycollect.errors.KernelError WITH ")
     assert cycles.left(lambda: Knot("nothing")) == []
     assert gc.isenabled()

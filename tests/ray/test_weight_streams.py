@@ -13,7 +13,7 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from raycollect.weights.directory import Directory
+from raycollect.weights.directory import VersionDirectory
 from tests.ray.weight_actors import Weights, replicas
 
 FAULTS = ("trainer", "reader", "directory")
@@ -82,7 +82,7 @@ class Flow:
         self.faults[fault] += 1
         after_s = self.random.uniform(0, 0.03)
         if fault == "directory":
-            self.victim = threading.Timer(after_s, lambda: Directory(self.name)._delete("", by_prefix=True))
+            self.victim = threading.Timer(after_s, lambda: VersionDirectory(self.name)._delete("", by_prefix=True))
             self.victim.start()
         else:
             self.victim = self.trainer if fault == "trainer" else self.random.choice(self.readers)[0]

@@ -13,7 +13,7 @@ import ray
 import raycollect as col
 from raycollect import errors
 from raycollect.ray_bridge import ray_internals
-from raycollect.weights.directory import Directory
+from raycollect.weights.directory import VersionDirectory
 from tests.ray.weight_actors import SHAPES, Weights, looks, replicas, spoil
 from tests.support.waiting import has_ended, stop, wait_until
 
@@ -298,9 +298,9 @@ def test_pain_4_what_a_dead_publisher_left_is_there_as_long_as_somebody_serves_i
         assert late.update().version.number == 1
         assert looks([second], late) == [([0.0], 1)]
     end(first, second)
-    assert Directory(name)._names("")
+    assert VersionDirectory(name)._names("")
     with col.publish(replicas([other]), f"{name}/another"):
-        assert Directory(name)._names("") == ["epochs/00000001"]
+        assert VersionDirectory(name)._names("") == ["epochs/00000001"]
 
 
 def test_pain_5_a_busy_receiver_gets_the_latest_and_counts_the_others(actors, name):

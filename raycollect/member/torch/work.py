@@ -8,7 +8,7 @@ from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
-from raycollect.errors import RaycollectError, anew
+from raycollect.errors import RaycollectError, copy_error
 from raycollect.member.work import MemberWork
 
 torch: Any = import_module("torch")
@@ -28,7 +28,7 @@ class _Failed:
     def look(self) -> Any:
         """Raises the error; the function with which a future unwraps its value."""
         if isinstance(self._error, RaycollectError):
-            raise anew(self._error)
+            raise copy_error(self._error)
         raise self._error.with_traceback(None)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

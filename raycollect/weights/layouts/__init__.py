@@ -1,5 +1,5 @@
-"""Layouts that are read from what others say: `layout_of` from DTensors, `record_layout` from a loader.
+"""Layouts from DTensors (`layout_of`) and from loaders (`record_layout`).
 
-A recorded loader fills local tensors with the *identities* of elements instead of their values, `names` gives full
-tensors that have them, and `regions` reads the boxes off what has come. `of_numpy` and `of_torch` are the stand-ins.
+A recorded loader fills local tensors with the *identities* of elements instead of their values. `identities` numbers
+the elements of full tensors, and finds their boxes in local ones. `of_numpy` and `of_torch` make the placeholders.
 """

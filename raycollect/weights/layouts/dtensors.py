@@ -1,4 +1,4 @@
-"""`layout_of`: the layouts that tensors say themselves."""
+"""`layout_of`: the layouts of DTensors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["layout_of"]
 
 
 def layout_of(value: Any) -> Any:
-    """The layout that torch's DTensors say, for `reshard_refs`. It works in any process, such as in a method.
+    """Returns the layout of torch DTensors, for `reshard_refs`. Any process may call it, such as a method.
 
-    Rank n of the layout is the n-th of the ranks of the DTensor's mesh, in ascending order; where the mesh has all
-    ranks of a job, it is torch's rank. All ranks of the mesh say the same.
+    Rank n of the layout is the n-th rank of the DTensor's mesh, in ascending order; if the mesh has all ranks of a job,
+    it is torch's rank. The result is equal on all ranks of the mesh.
 
     Args:
         value: A DTensor, or a dict of them by name, such as a state dict.
@@ -27,24 +27,24 @@ def layout_of(value: Any) -> Any:
         Its `Layout`, or a dict of layouts by name.
 
     Raises:
-        LayoutError: A value is no DTensor, its placement is not understood, or this process is not in its mesh; lists
+        LayoutError: A value is no DTensor, its placement is not supported, or this process is not in its mesh; lists
             all of them.
     """
     named = value if isinstance(value, Mapping) else {"": value}
-    found: dict[str, Any] = {}
+    layouts: dict[str, Any] = {}
     wrong: list[Violation] = []
-    for name, one in named.items():
+    for name, tensor in named.items():
         field = f"layout of {name!r}" if name else "layout"
-        placement = dtensors.placement_of(one) if dtensors.is_dtensor(one) else None
+        placement = dtensors.placement_of(tensor) if dtensors.is_dtensor(tensor) else None
         if placement is None:
-            what = f"of {a_type(one, in_full=True)}"
-            if dtensors.is_dtensor(one):
+            what = f"of {a_type(tensor, in_full=True)}"
+            if dtensors.is_dtensor(tensor):
                 what += ", whose mesh does not have this process"
             wrong.append(wrong_layout(field, what, "a DTensor; or say it in words"))
         elif (fault := fault_of(field, placement)) is not None:
             wrong.append(fault)
         else:
-            found[str(name)] = layout_of_placement(placement)
+            layouts[str(name)] = layout_of_placement(placement)
     if wrong:
         raise refusal("layout_of", "", tuple(wrong))
-    return found if isinstance(value, Mapping) else found[""]
+    return layouts if isinstance(value, Mapping) else layouts[""]

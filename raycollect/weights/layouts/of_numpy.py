@@ -1,4 +1,4 @@
-"""Stand-ins of numpy: arrays whose elements are identities, of a type that can be copied but not computed with."""
+"""Placeholder arrays of numpy: their elements are identities, of a dtype that numpy copies but can't compute with."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from raycollect.planner.boxes import Point
 from raycollect.weights.layouts.identities import Full, NotRecordedError
 
 _OPAQUE = np.dtype("V8")
-"""Eight bytes that mean nothing to numpy: it moves them, and refuses to compute with them."""
+"""Eight opaque bytes: numpy copies them, and refuses to compute with them."""
 
 _REFUSALS = ("V8", "Void", "void", "with a sequence")
-"""What numpy's messages have where it refuses to compute with elements of a plain array of this type."""
+"""Words in numpy's messages when it refuses to compute with a plain array of this dtype."""
 
 
 class _Elements(np.ndarray[Any, Any]):
-    """An array of identities. Views of it are such arrays, too."""
+    """An array of identities, as are all its views."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        elements = np.asarray(value)  # which makes one array of a list of these
+        elements = np.asarray(value)  # joins a list of such arrays
         if elements.dtype != _OPAQUE:
             if not is_number(elements.dtype):
                 raise NotRecordedError(f"numpy's assignment of elements of type {elements.dtype}")
-            elements = np.zeros((), _OPAQUE)  # that is nothing
+            elements = np.zeros((), _OPAQUE)  # `NOTHING`
         super().__setitem__(key, elements)
 
     def fill(self, value: Any) -> None:
-        """Writes something that comes from no full tensor."""
+        """Writes elements of no full tensor."""
         self[...] = value
 
     def astype(self, *args: Any, **kwargs: Any) -> Any:
-        """The same elements: the local tensor that they end in has the dtype."""
+        """Returns the same elements: only the dtype of the local tensor counts."""
         return self.copy()
 
     def view(self, *args: Any, **kwargs: Any) -> Any:
-        """The same elements as another class, not as another dtype."""
-        if kwargs or not all(isinstance(one, type) and issubclass(one, np.ndarray) for one in args):
+        """Returns the same elements as another class; another dtype is refused."""
+        if kwargs or not all(isinstance(arg, type) and issubclass(arg, np.ndarray) for arg in args):
             raise NotRecordedError("numpy's view as another dtype")
         return super().view(*args)
 
@@ -48,7 +48,7 @@ class _Elements(np.ndarray[Any, Any]):
 
 
 class FullArrays(Mapping[str, Any]):
-    """The full tensors by name, each made when it is asked for: a loader needs memory for those that it keeps."""
+    """The full tensors by name, each made on access, so that a loader needs memory only for those that it keeps."""
 
     def __init__(self, fulls: Mapping[str, Full]) -> None:
         self._fulls = fulls
@@ -65,7 +65,7 @@ class FullArrays(Mapping[str, Any]):
 
 
 def local_array(shape: Point) -> Any:
-    """A local tensor into which nothing has come yet."""
+    """Returns an empty local tensor."""
     return _opaque(np.zeros(shape, np.int64).reshape(-1), shape)
 
 
@@ -74,12 +74,12 @@ def _opaque(ids: Array, shape: Point) -> Any:
 
 
 def identities(value: Any) -> Array | None:
-    """The identities in a local tensor; None where it has become something else."""
+    """Returns the identities in a local tensor; None if it is no such array any more."""
     if not isinstance(value, np.ndarray) or value.dtype != _OPAQUE:
         return None
     return np.ascontiguousarray(value).view(np.ndarray).reshape(-1).view(np.int64).reshape(value.shape)
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether numpy has refused to compute with identities."""
+    """Returns whether an error is numpy's refusal to compute with identities."""
     return isinstance(error, TypeError | ValueError) and any(words in str(error) for words in _REFUSALS)

@@ -23,11 +23,11 @@ def test_calibrating_prints_a_table_and_writes_where_the_planner_reads(
     assert ["between", "tcp"] in [line.split()[:2] for line in result.stdout.splitlines()]
     path = tmp_path / "raycollect" / "costs.json"
     assert result.stderr == f"written to {path}\n"
-    found = link_costs.current({"XDG_CONFIG_HOME": str(tmp_path)})
-    assert [one.backend for one in found.measured] == ["tcp"]
-    assert (found.between.latency_s, found.between.bandwidth) == (pytest.approx(5e-5), pytest.approx(25e9 / 8))
+    costs = link_costs.current({"XDG_CONFIG_HOME": str(tmp_path)})
+    assert [link.backend for link in costs.measured] == ["tcp"]
+    assert (costs.between.latency_s, costs.between.bandwidth) == (pytest.approx(5e-5), pytest.approx(25e9 / 8))
     result = run_command("bench", "--calibrate", "--json", "--output", "/dev/null/x.json", *given)
-    assert (result.exit_code, [one["backend"] for one in json.loads(result.stdout)]) == (2, ["tcp"])
+    assert (result.exit_code, [link["backend"] for link in json.loads(result.stdout)]) == (2, ["tcp"])
     assert "/dev/null/x.json" in result.stderr
 
 
@@ -63,16 +63,16 @@ def test_a_wrong_bench_is_a_usage_error(args: list[str], says: str) -> None:
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A median of 1 ms for all ways and sizes, without Ray; lists the address of the cluster, and what is asked for."""
-    asked: list[Any] = []
+    requests: list[Any] = []
 
-    def measure(*, ways: tuple[str, ...], sizes: tuple[int, ...], **more: Any) -> tuple[str, list[measuring.Row]]:
-        asked.append({**more, "ways": ways, "sizes": sizes})
+    def measure(*, ways: tuple[str, ...], sizes: tuple[int, ...], **more: Any) -> tuple[str, list[measuring.Timing]]:
+        requests.append({**more, "ways": ways, "sizes": sizes})
         cells = [(way, nbytes) for way in ways for nbytes in sizes]
-        return "shm", [measuring.Row(way, nbytes, 1e-3, 2e-3, nbytes * 1e3, nbytes * 1.5e3) for way, nbytes in cells]
+        return "shm", [measuring.Timing(way, nbytes, 1e-3, 2e-3, nbytes * 1e3, nbytes * 1.5e3) for way, nbytes in cells]
 
     monkeypatch.setattr(measuring, "measure", measure)
-    monkeypatch.setattr(bench, "start_ray", asked.append)
-    return asked
+    monkeypatch.setattr(bench, "start_ray", requests.append)
+    return requests
 
 
 def test_an_allreduce_is_timed_by_default(timed: list[Any]) -> None:
@@ -99,7 +99,7 @@ def test_what_is_timed_can_be_said(timed: list[Any], text: str, sizes: tuple[int
     address, settings = timed
     assert (address, settings["operation"]) == ("10.0.0.1:6379", "allgather")
     assert (settings["ranks"], settings["backend"]) == (3, "tcp")
-    told = json.loads(result.stdout)
-    assert (told["operation"], told["backend"], told["runs"]) == ("allgather", "shm", 7)
-    rows = [(row["way"], row["nbytes"]) for row in told["rows"]]
+    printed = json.loads(result.stdout)
+    assert (printed["operation"], printed["backend"], printed["runs"]) == ("allgather", "shm", 7)
+    rows = [(row["way"], row["nbytes"]) for row in printed["rows"]]
     assert rows == [(way, nbytes) for way in ("members", "refs") for nbytes in sizes]

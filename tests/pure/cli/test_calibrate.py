@@ -30,15 +30,15 @@ def nowhere(folder):
 def test_times_on_a_line_give_that_line(latency, bandwidth, count):
     link = Link(latency_s=latency, bandwidth=bandwidth)
     chosen = SIZES[: count - 1] + SIZES[-1:]
-    found = line_of("shm", {n: link.time_s(n) for n in chosen}).link
+    line = line_of("shm", {n: link.time_s(n) for n in chosen}).link
     for n in chosen:
-        assert found.time_s(n) == pytest.approx(link.time_s(n), rel=1e-3)
+        assert line.time_s(n) == pytest.approx(link.time_s(n), rel=1e-3)
 
 
 def test_a_latency_below_zero_becomes_none():
-    found = line_of("shm", {1000: 1e-6, 2000: 2.5e-6})
-    assert found.latency_s == 0
-    assert found.bandwidth > 0
+    line = line_of("shm", {1000: 1e-6, 2000: 2.5e-6})
+    assert line.latency_s == 0
+    assert line.bandwidth > 0
 
 
 @pytest.mark.parametrize(
@@ -63,11 +63,11 @@ def test_times_without_a_line_are_refused(times, says):
 
 @pytest.mark.parametrize("backend", calibrate.BACKENDS)
 def test_a_link_of_this_host_is_measured(backend):
-    found = calibrate.measure(backend, (64, 1 << 24))  # so far apart that other work can not hide it
-    assert (found.place, found.backend) == ("inside", backend)
-    assert 0 <= found.link.latency_s < 0.1
-    assert 1e7 < found.link.bandwidth < 1e12
-    assert found.how.startswith("measured: ")
+    link = calibrate.measure(backend, (64, 1 << 24))  # so far apart that other work can not hide it
+    assert (link.place, link.backend) == ("inside", backend)
+    assert 0 <= link.link.latency_s < 0.1
+    assert 1e7 < link.link.bandwidth < 1e12
+    assert link.how.startswith("measured: ")
 
 
 def test_a_rank_that_fails_is_told_with_what_it_said():
@@ -108,10 +108,10 @@ def test_without_a_file_the_defaults_stand(tmp_path):
 def test_what_is_written_is_read(tmp_path, links, inside, between):
     path = tmp_path / "deep" / "costs.json"
     link_costs.write(path, links)
-    found = link_costs.read(path)
-    assert (found.inside, found.between, found.measured) == (inside, between, tuple(links))
-    assert link_costs.current({"RAYCOLLECT_COSTS": str(path)}) == found
-    assert [one.name for one in path.parent.iterdir()] == ["costs.json"]
+    costs = link_costs.read(path)
+    assert (costs.inside, costs.between, costs.measured) == (inside, between, tuple(links))
+    assert link_costs.current({"RAYCOLLECT_COSTS": str(path)}) == costs
+    assert [file.name for file in path.parent.iterdir()] == ["costs.json"]
 
 
 LINK = '{"place": "inside", "backend": "shm", "latency_s": 1e-6, "bandwidth": 1e9, "how": "so"}'
@@ -162,9 +162,9 @@ def test_a_broken_file_at_the_default_place_is_told_and_the_defaults_stand(tmp_p
     path = tmp_path / "raycollect" / "costs.json"
     path.parent.mkdir()
     path.write_text("{")
-    with pytest.warns(RuntimeWarning, match=r"costs\.json.*the defaults are used"):
-        found = link_costs.current(nowhere(tmp_path))
-    assert found == Costs()
+    with pytest.warns(RuntimeWarning, match=r"costs\.json.*the defaults stand"):
+        costs = link_costs.current(nowhere(tmp_path))
+    assert costs == Costs()
 
 
 def test_reading_costs_loads_no_array_library():

@@ -96,7 +96,7 @@ def test_a_good_table_is_shown(tmp_path: Path) -> None:
         "rank 1: node 0, device 2",
         "rank 2: node 1, device 0",
     ]
-    assert [one.name for one in tmp_path.iterdir()] == ["table.json"]
+    assert [file.name for file in tmp_path.iterdir()] == ["table.json"]
     rows = json.loads(run_command("rank-table", "--check", str(path), "--json").stdout)
     assert rows == [{"rank": rank, "node": rank // 2, "device": device} for rank, device in enumerate((4, 2, 0))]
 

@@ -15,7 +15,7 @@ from click import unstyle
 
 from raycollect import backends
 from raycollect.cli import doctor
-from raycollect.cli.doctor import MISSING, OK, WARNING, Check, Problem, Row
+from raycollect.cli.doctor import MISSING, OK, WARNING, Check, Finding, Problem
 from raycollect.core import shared_memory
 from raycollect.group import link_costs
 from tests.pure.cli.command_line import ROOT, run_command
@@ -43,12 +43,12 @@ def test_a_check_that_fails_is_a_row() -> None:
 
     for required, state in ((True, MISSING), (False, WARNING)):
         (row,) = Check("section", "check", look, "repair it", required).rows()
-        assert row == Row("section", "check", state, "ZeroDivisionError: by zero", "repair it", required)
+        assert row == Finding("section", "check", state, "ZeroDivisionError: by zero", "repair it", required)
 
 
-def row_of(name: str) -> Row:
+def row_of(name: str) -> Finding:
     """The row of one of the checks that the command makes."""
-    (check,) = (one for one in doctor.checks() if one.name == name)
+    (check,) = (check for check in doctor.checks() if check.name == name)
     (row,) = check.rows()
     return row
 
@@ -67,9 +67,9 @@ print({row.check: row.state for row in rows}["memfd"], len(doctor.table(rows)) >
 
 def test_the_table_has_headings_and_says_what_to_do_below() -> None:
     rows = [
-        Row("a", "one", OK, "well"),
-        Row("a", "another", MISSING, "none", "pip install it"),
-        Row("b", "last", WARNING, ""),
+        Finding("a", "one", OK, "well"),
+        Finding("a", "another", MISSING, "none", "pip install it"),
+        Finding("b", "last", WARNING, ""),
     ]
     assert list(map(unstyle, doctor.table(rows))) == [
         "a",
@@ -128,8 +128,8 @@ def test_what_children_say_is_believed(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     assert row_of("other processes").found == "/proc shows another process's memory"
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    found = [(row.state, row.required, row.found) for row in doctor.loaded(("shm", "gloo"))]
-    assert found == [(MISSING, required, "its process ended with 1") for required in (True, False)]
+    rows = [(row.state, row.required, row.found) for row in doctor.loaded(("shm", "gloo"))]
+    assert rows == [(MISSING, required, "its process ended with 1") for required in (True, False)]
 
 
 def test_the_driver_is_read_from_proc(tmp_path: Path) -> None:

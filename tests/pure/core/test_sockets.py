@@ -103,7 +103,7 @@ def test_links_without_acknowledgements_are_named_once(monkeypatch):
 
 def test_the_error_of_a_cut_link_names_it_and_blames_no_rank():
     error = CollectiveTimeoutError(op="allreduce", missing=(2,), timeout_s=8, cut=("10.0.0.1 and 10.0.0.2",))
-    error.detail = error.told(["rank 2"], [])
+    error.detail = error.describe_missing(["rank 2"], [])
     for copy in (error, from_wire(to_wire(error))):
         assert "Nothing was acknowledged between 10.0.0.1 and 10.0.0.2" in str(copy)
         assert "may be healthy" in str(copy)

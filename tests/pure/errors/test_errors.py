@@ -45,7 +45,7 @@ CLASSES = [
     for value in vars(errors).values()
     if inspect.isclass(value) and issubclass(value, RaycollectError) and value.__module__ == errors.__name__
 ]
-TRAVELLING = [one for one in CLASSES if one is not PushError]  # whose receipts cross no channel
+TRAVELLING = [cls for cls in CLASSES if cls is not PushError]  # whose receipts cross no channel
 VIOLATION = Violation(
     kind="mismatch", rank=2, field="shape", found="[3]", expected="[4]", actor="Worker(3f2a91)", ref="00c0ffee"
 )
@@ -82,10 +82,10 @@ def _values(error: RaycollectError) -> dict[str, Any]:
     return {f.name: getattr(error, f.name) for f in fields(error)}
 
 
-def _assert_same(found: BaseException, error: RaycollectError) -> None:
-    assert type(found) is type(error)
-    assert _values(found) == _values(error)  # type: ignore[arg-type]
-    assert str(found) == str(error)
+def _assert_same(copied: BaseException, error: RaycollectError) -> None:
+    assert type(copied) is type(error)
+    assert _values(copied) == _values(error)  # type: ignore[arg-type]
+    assert str(copied) == str(error)
 
 
 # ---------------------------------------------------------------------------------------------- travel
@@ -111,8 +111,8 @@ def test_an_error_of_several_groups_is_pickled_whole_and_crosses_the_wire_as_wha
     assert (type(same), str(same), same.receipts) == (PushError, str(error), error.receipts)
     assert same.errors[0] is None
     _assert_same(same.errors[1], late)
-    found = from_wire(msgpack.unpackb(msgpack.packb(to_wire(error))))
-    assert (type(found), _values(found)["detail"]) == (VersionError, "1 of 2")
+    received = from_wire(msgpack.unpackb(msgpack.packb(to_wire(error))))
+    assert (type(received), _values(received)["detail"]) == (VersionError, "1 of 2")
 
 
 @pytest.mark.parametrize(
@@ -203,9 +203,9 @@ def test_every_kind_of_violation_has_its_own_leaf() -> None:
 @pytest.mark.parametrize("kind", REFUSALS)
 def test_violations_of_one_kind_give_the_leaf_and_of_several_the_base(kind: str) -> None:
     violations = (replace(VIOLATION, kind=kind), replace(VIOLATION, kind=kind, rank=0))
-    for found, cls in ((violations, REFUSALS[kind]), ((replace(VIOLATION, kind="other"), *violations), RefusedError)):
-        error = refusal("allreduce", "g", found)
-        assert (type(error), error.violations) == (cls, found)
+    for reasons, cls in ((violations, REFUSALS[kind]), ((replace(VIOLATION, kind="other"), *violations), RefusedError)):
+        error = refusal("allreduce", "g", reasons)
+        assert (type(error), error.violations) == (cls, reasons)
 
 
 # ---------------------------------------------------------------------------------------------- messages
@@ -224,7 +224,7 @@ def _variants() -> list[RaycollectError]:
         replace(REPORT, doing=f"{errors.COULD_NOT_LOOK}no thread", has_begun=True),
     ]
     refused = refusal("reduce", "g", (VIOLATION, replace(VIOLATION, rank=5)))
-    why = [brief(one) for one in (refused, ParticipantDiedError(op="x"), UnknownGroupError(group_name="g"))]
+    why = [brief(error) for error in (refused, ParticipantDiedError(op="x"), UnknownGroupError(group_name="g"))]
     return [
         refusal("allreduce", "", (Violation(kind="unsupported", field="op", found="None"), mismatch)),
         refusal("alltoall", "g", (piece, replace(mismatch, is_step=False))),
@@ -235,7 +235,7 @@ def _variants() -> list[RaycollectError]:
         PushError(name="policy", detail="1 of 2", receipts=("receipt", None), errors=(None, late)),
         VersionTimeoutError(name="policy", version="3 of epoch 1"),
         errors.TracedValueError(detail="d", value="rate", use="+", where="train.py:12"),
-        *(CaptureBrokenError(detail="broken", why=one) for one in why),
+        *(CaptureBrokenError(detail="broken", why=text) for text in why),
         errors.HolderUnreachableError(op="get", peer="10.0.0.1:5", ref="00c0", detail="refused"),
         errors.ResourceLimitError(resource="threads", limit=7, actor="W(aa)", rank=1, detail="no start"),
         errors.ArenaFullError(nbytes=7, in_use=3, limit=9),
@@ -246,13 +246,13 @@ def test_messages_are_as_in_the_file() -> None:
     """`RAYCOLLECT_UPDATE_GOLDEN=1` rewrites the file; read the difference before you keep it."""
     by_name = sorted(CLASSES, key=lambda cls: cls.__name__)
     given = [_sample(cls, in_full=in_full) for cls in by_name for in_full in (False, True)]
-    texts = dict.fromkeys(f"{type(one).__name__}\n{one}\n" for one in (*given, *_variants()))
-    found = "\n".join(texts)
+    texts = dict.fromkeys(f"{type(error).__name__}\n{error}\n" for error in (*given, *_variants()))
+    messages = "\n".join(texts)
     path = Path(__file__).with_name("messages.txt")
     if os.environ.get("RAYCOLLECT_UPDATE_GOLDEN"):
-        path.write_text(found, encoding="utf-8")
+        path.write_text(messages, encoding="utf-8")
         pytest.skip(f"{path.name} was rewritten")
-    assert found == path.read_text(encoding="utf-8")
+    assert messages == path.read_text(encoding="utf-8")
 
 
 def test_the_message_of_thousands_of_ranks_is_short_and_the_fields_have_all() -> None:
@@ -261,7 +261,7 @@ def test_the_message_of_thousands_of_ranks_is_short_and_the_fields_have_all() ->
     late = CollectiveTimeoutError(detail="late", missing=tuple(range(5000)), reports=(REPORT,) * 5000)
     assert error.violations == many
     assert max(len(str(error)), len(str(late))) < 10_000
-    assert all(str(one).endswith(f"{one.cure}.") for one in (error, late))
+    assert all(str(raised).endswith(f"{raised.cure}.") for raised in (error, late))
 
 
 def test_an_error_in_brief_is_one_line() -> None:
@@ -273,9 +273,9 @@ def test_an_error_in_brief_is_one_line() -> None:
 
 
 def test_errors_are_hashed_by_identity_and_violations_are_frozen() -> None:
-    one, other = KernelError(detail="x"), KernelError(detail="x")
-    assert one != other
-    assert len({one, other}) == 2
+    first, other = KernelError(detail="x"), KernelError(detail="x")
+    assert first != other
+    assert len({first, other}) == 2
     with pytest.raises(AttributeError):
         VIOLATION.rank = 3  # type: ignore[misc]
 
@@ -299,6 +299,6 @@ class _OwnBaseError(RaycollectError):
 @pytest.mark.parametrize("error", [_OwnError(rank=1, detail="the link is down"), _OwnBaseError()])
 def test_an_error_of_another_package_travels_as_one_of_this(error: RaycollectError) -> None:
     """The receiver knows no other, and would end the connection to whoever has told it."""
-    found = from_wire(msgpack.unpackb(msgpack.packb(to_wire(error))))
-    assert type(found) is KernelError
-    assert "the link is down" in str(found)
+    received = from_wire(msgpack.unpackb(msgpack.packb(to_wire(error))))
+    assert type(received) is KernelError
+    assert "the link is down" in str(received)

@@ -33,15 +33,15 @@ def check(document: dict[str, Any]) -> list[dict[str, Any]]:
         owners[tid].add(pid)
     assert all(len(pids) == 1 for pids in owners.values()), "a row belongs to one process"
     for row in rows.values():
-        for one, other in itertools.combinations(row, 2):
-            (_, e1), (b2, e2) = sorted((_span(one), _span(other)), key=lambda span: (span[0], -span[1]))
-            assert b2 >= e1 - 1e-6 or e2 <= e1 + 1e-6, f"{one} and {other} overlap in part"
+        for first, other in itertools.combinations(row, 2):
+            (_, e1), (b2, e2) = sorted((_span(first), _span(other)), key=lambda span: (span[0], -span[1]))
+            assert b2 >= e1 - 1e-6 or e2 <= e1 + 1e-6, f"{first} and {other} overlap in part"
     for ends in flows.values():
         assert [event["ph"] for event in ends] == ["s", "f"]
         assert ends[0]["ts"] <= ends[1]["ts"]
         assert ends[1]["bp"] == "e"
         for event in ends:
-            inside = [_span(one) for one in rows[event["pid"], event["tid"]]]
+            inside = [_span(part) for part in rows[event["pid"], event["tid"]]]
             assert any(begin <= event["ts"] <= end for begin, end in inside), "a flow binds to a slice"
     return [event for row in rows.values() for event in row]
 

@@ -13,7 +13,7 @@ from raycollect.observe.trace import (
     PLAN,
     RUN,
 )
-from raycollect.observe.whole import Missing, Process, Slice, Trace
+from raycollect.observe.whole import Missing, Process, Slice, TimelineTrace
 
 LABEL = Label(op="allreduce", group_id="g1", rank=1, ranks=2, nbytes=4096, calls=1)
 
@@ -24,18 +24,18 @@ def a_slice(kind: str, begin_ms: float, end_ms: float, thread: int = 1, **more: 
 
 
 def a_process(name: str, pid: int, slices: list[Slice], **more: Any) -> Process:
-    threads = {one.thread: f"thread {one.thread}" for one in slices}
+    threads = {span.thread: f"thread {span.thread}" for span in slices}
     return Process(name=name, host="h", pid=pid, leader="L", threads=threads, slices=tuple(slices), **more)
 
 
-def a_trace(*processes: Process, missing: tuple[Missing, ...] = ()) -> Trace:
-    return Trace(began_s=50.0, ended_s=51.0, processes=processes, missing=missing)
+def a_trace(*processes: Process, missing: tuple[Missing, ...] = ()) -> TimelineTrace:
+    return TimelineTrace(began_s=50.0, ended_s=51.0, processes=processes, missing=missing)
 
 
 OF_G = {"op": "allreduce", "group_id": "g", "ranks": 2, "group": "default", "backend": "shm"}
 
 
-def two_ranks() -> Trace:
+def two_ranks() -> TimelineTrace:
     """A driver with two plans that overlap, and two ranks."""
     plans = [a_slice(PLAN, 0, 30, seq=1), a_slice(RUN, 10, 40, seq=2)]
     ranks = []

@@ -29,11 +29,11 @@ def test_a_file_has_rows_spans_and_arrows() -> None:
     document = chrome.document(two_ranks())
     events = check(document)
     assert len(events) == 2 + 2 * 7
-    heads = {one["args"]["name"] for one in document["traceEvents"] if one["name"] == "process_name"}
+    heads = {event["args"]["name"] for event in document["traceEvents"] if event["name"] == "process_name"}
     assert heads == {"driver (h, pid 10)", "W0: rank 0 of default (h, pid 20)", "W1: rank 1 of default (h, pid 30)"}
-    arrows = [one for one in document["traceEvents"] if one["ph"] == "f"]
-    assert sorted((one["pid"], one["ts"]) for one in arrows) == [(2, 2e3), (2, 21e3), (3, 6e3), (3, 21e3)]
-    plans = {one["tid"] for one in events if one["cat"] in (PLAN, RUN)}
+    arrows = [event for event in document["traceEvents"] if event["ph"] == "f"]
+    assert sorted((event["pid"], event["ts"]) for event in arrows) == [(2, 2e3), (2, 21e3), (3, 6e3), (3, 21e3)]
+    plans = {event["tid"] for event in events if event["cat"] in (PLAN, RUN)}
     assert len(plans) == 2, "plans that overlap have rows of their own"
 
 
@@ -56,8 +56,8 @@ def test_processes_of_two_hosts_with_one_pid_stay_apart() -> None:
     slices = [a_slice(METHOD, 0, 1)]
     document = chrome.document(a_trace(a_process("a", 7, slices), a_process("b", 7, slices)))
     events = check(document)
-    assert len({one["pid"] for one in events}) == 2
-    assert len({one["tid"] for one in events}) == 2
+    assert len({event["pid"] for event in events}) == 2
+    assert len({event["tid"] for event in events}) == 2
 
 
 def test_an_arrow_never_points_back_where_clocks_differ_a_little() -> None:
@@ -66,7 +66,7 @@ def test_an_arrow_never_points_back_where_clocks_differ_a_little() -> None:
     before = a_process("before", 30, [a_slice(PART, 1, 2, seq=1)])
     document = chrome.document(a_trace(driver, early, before))
     check(document)
-    assert [one["pid"] for one in document["traceEvents"] if one["ph"] == "f"] == [2]
+    assert [event["pid"] for event in document["traceEvents"] if event["ph"] == "f"] == [2]
 
 
 @pytest.mark.parametrize("name", ["t.json", "t.json.gz"])
@@ -85,9 +85,9 @@ def test_a_file_says_who_is_missing_and_how_exact_it_is_and_has_the_summary(tmp_
     own = document["otherData"]["raycollect"]
     assert (own["began_s"], own["ended_s"], own["dropped"]) == (50.0, 51.0, 5)
     assert own["missing"] == [{"name": "W2", "host": "h", "pid": 40, "why": "it did not answer in time"}]
-    assert [one["name"] for one in own["processes"]] == ["driver", "W0", "W1", "W"]
+    assert [process["name"] for process in own["processes"]] == ["driver", "W0", "W1", "W"]
     assert own["processes"][-1]["uncertainty_s"] == 0.25
     assert own["summary"] == json.loads(json.dumps(summarize(trace).to_dict()))
-    failed = next(one for one in document["traceEvents"] if one["name"] == "reduce (KernelError)")
+    failed = next(event for event in document["traceEvents"] if event["name"] == "reduce (KernelError)")
     assert failed["args"] == {"rank": 3, "error": "KernelError"}
     assert [path.name for path in tmp_path.iterdir()] == [name], "nothing else stays behind"

@@ -45,35 +45,35 @@ def test_times_of_another_host_are_right_within_what_is_said(
 ) -> None:
     """However the delays of the two ways differ."""
     clocks = Clocks(ahead_s, drift)
-    one = fix([clocks.trip(*delays) for delays in first])
-    assert one is not None
+    first_fix = fix([clocks.trip(*delays) for delays in first])
+    assert first_fix is not None
     clocks.now_s += between_s
     two = fix([clocks.trip(*delays) for delays in last])
     assert two is not None
-    aligned = Alignment(first=one, last=two)
-    at_s = one.at_s + share * (two.at_s - one.at_s)
+    aligned = Alignment(first=first_fix, last=two)
+    at_s = first_fix.at_s + share * (two.at_s - first_fix.at_s)
     slack_s = 1e-6 + 2e-4 * 0.1  # the drift during a round trip
     assert abs(aligned.local(clocks.remote(at_s)) - at_s) <= aligned.uncertainty_s + slack_s
-    assert abs(aligned.drift - drift) <= 2 * (aligned.uncertainty_s + slack_s) / (two.at_s - one.at_s)
+    assert abs(aligned.drift - drift) <= 2 * (aligned.uncertainty_s + slack_s) / (two.at_s - first_fix.at_s)
 
 
 def test_the_shortest_round_trip_counts() -> None:
     clocks = Clocks(5.0, 0.0)
-    found = fix([clocks.trip(0.4, 0.0), clocks.trip(0.001, 0.003), clocks.trip(0.0, 0.2)])
-    assert found is not None
-    assert found.offset_s == pytest.approx(4.999, abs=1e-9)  # wrong by half of the difference of the ways
-    assert found.uncertainty_s == pytest.approx(0.002)
+    best = fix([clocks.trip(0.4, 0.0), clocks.trip(0.001, 0.003), clocks.trip(0.0, 0.2)])
+    assert best is not None
+    assert best.offset_s == pytest.approx(4.999, abs=1e-9)  # wrong by half of the difference of the ways
+    assert best.uncertainty_s == pytest.approx(0.002)
 
 
 def test_one_clock_needs_no_fix_and_close_ones_tell_no_drift() -> None:
     assert Alignment().local(12.5) == 12.5
     assert Alignment().uncertainty_s == 0.0
-    one = Fix(at_s=10.0, offset_s=5.0, uncertainty_s=0.01)
+    first = Fix(at_s=10.0, offset_s=5.0, uncertainty_s=0.01)
     two = Fix(at_s=10.1, offset_s=5.02, uncertainty_s=0.001)
-    both = Alignment(first=one, last=two)
+    both = Alignment(first=first, last=two)
     assert both.drift == 0.0
     assert both.local(20.02) == pytest.approx(15.0), "the better of the two"
-    assert Alignment(first=one).local(15.0) == 10.0
+    assert Alignment(first=first).local(15.0) == 10.0
     vague = Alignment(
         first=Fix(at_s=10.0, offset_s=5.0, uncertainty_s=0.9), last=Fix(at_s=12.0, offset_s=4.0, uncertainty_s=0.9)
     )

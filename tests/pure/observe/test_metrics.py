@@ -123,17 +123,19 @@ def test_the_number_of_pairs_is_bounded() -> None:
     assert counters.of("g0", "allreduce").calls == 1
     tallies = counters.tallies()
     assert len(tallies) == MOST_PAIRS
-    assert sum(one.calls for one in tallies) == 3000
-    assert [one.calls for one in tallies if (one.group, one.operation) == (OTHER, OTHER)] == [3000 - MOST_PAIRS + 1]
+    assert sum(tally.calls for tally in tallies) == 3000
+    assert [tally.calls for tally in tallies if (tally.group, tally.operation) == (OTHER, OTHER)] == [
+        3000 - MOST_PAIRS + 1
+    ]
 
 
 def test_groups_of_one_name_are_counted_together() -> None:
     counters = Counters()
     publish(counters, lambda group_id: group_id.partition("/")[0])
-    one = counters.of("default/1", "allreduce")
-    assert one is counters.of("default/2", "allreduce")
-    assert one.group == "default"
-    assert one is not counters.of("default/1", "broadcast")
+    tally = counters.of("default/1", "allreduce")
+    assert tally is counters.of("default/2", "allreduce")
+    assert tally.group == "default"
+    assert tally is not counters.of("default/1", "broadcast")
 
 
 @pytest.mark.parametrize(("value", "is_on"), [("0", False), ("", False), ("1", True), (None, False)])
@@ -151,7 +153,7 @@ def test_the_environment_switches_it_on(monkeypatch: pytest.MonkeyPatch, value: 
 def test_the_dashboard_queries_what_is_published() -> None:
     dashboard = json.loads((DOCS / "grafana" / "raycollect.json").read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    queries += [one["definition"] for one in dashboard["templating"]["list"] if one["type"] == "query"]
+    queries += [variable["definition"] for variable in dashboard["templating"]["list"] if variable["type"] == "query"]
     queried = {name for query in queries for name in re.findall(r"\bray_\w+", query)}
     assert queried == {f"ray_{name}" for name in METRICS}
     labels = {

@@ -20,14 +20,14 @@ class Asking(LocalCommunicator):
 
     def __init__(self, world: LocalWorld, rank: int) -> None:
         super().__init__(world, rank)
-        self.told: list[dict[int, str]] = []
+        self.seen: list[dict[int, str]] = []
 
     def agree(self, launch: Launch, *others: Any) -> Sequence[bytes]:
-        self.told.append(steps())
+        self.seen.append(steps())
         return super().agree(launch, *others)
 
     def launch(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
-        self.told.append(steps())
+        self.seen.append(steps())
         super().launch(launch, kernels)
 
 
@@ -48,12 +48,12 @@ def a_plan(fleet: Fleet, run: Callable[[Callable[[], Any]], Any]) -> list[dict[i
     other = fleet._threads.submit(fleet.run_one, planned, 1, 4)
     assert run(lambda: fleet.run_one(planned, 0, 4)).error is None
     assert other.result(WAIT_S).error is None
-    return asking.told
+    return asking.seen
 
 
 def test_a_plan_is_at_its_check_and_then_in_its_kernels(fleet: MakeFleet) -> None:
-    told = a_plan(fleet(2), lambda run: within(41, run))
-    assert told == [{41: "in the consistency check"}, {41: "in its kernels (allreduce)"}]
+    running = a_plan(fleet(2), lambda run: within(41, run))
+    assert running == [{41: "in the consistency check"}, {41: "in its kernels (allreduce)"}]
 
 
 def test_a_run_tells_its_actions_and_bundles() -> None:
@@ -68,23 +68,23 @@ def test_a_run_tells_its_actions_and_bundles() -> None:
             (OpKind.ALLREDUCE, {0: 2, 1: 2}, {}, {}),
         ]
     )
-    told: list[dict[int, str]] = []
+    running: list[dict[int, str]] = []
     for script, actor in zip(team.scripts, team.actors, strict=True):
         script.call("update")
         actor.methods["update"] = lambda: None
-    team.actors[0].methods["update"] = lambda: told.append(steps())
+    team.actors[0].methods["update"] = lambda: running.append(steps())
     team.collective(OpKind.ALLREDUCE, own)
     runs = []
     for _ in range(4):
-        seq, asking.told = team._seq, []
+        seq, asking.seen = team._seq, []
         team.capture() if not team.replays else None
         team._seq += team.width
         other = team._threads.submit(team.run_one, 1, seq)
         within(seq, lambda seq=seq: team.run_one(0, seq))
         other.result(WAIT_S)
-        runs.append((seq, asking.told))
+        runs.append((seq, asking.seen))
     team.close()
-    for seq, found in runs:
+    for seq, seen in runs:
         batch, last = "calls 0, 1, 2 of the step, batch", "call 4 of the step, allreduce"
         expected = [
             f"{batch}, in the consistency check",
@@ -93,11 +93,11 @@ def test_a_run_tells_its_actions_and_bundles() -> None:
             f"{last}, in the consistency check",
             f"{last}, in its kernels",
         ]
-        words = [one[seq] for one in found if list(one) == [seq]]
-        assert len(words) == len(found)
+        words = [progress[seq] for progress in seen if list(progress) == [seq]]
+        assert len(words) == len(seen)
         words[-1] = words[-1].removesuffix(" (allreduce)")  # its name is told there where it is done the long way
         assert list(dict.fromkeys(words)) == expected
-    assert told == [{seq: "call 3 of the step, method update"} for seq, _ in runs]
+    assert running == [{seq: "call 3 of the step, method update"} for seq, _ in runs]
 
 
 def test_a_run_that_waits_for_another_one_or_a_method_says_so() -> None:

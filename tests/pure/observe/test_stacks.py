@@ -17,18 +17,18 @@ from tests.pure.fleet import WAIT_S
 
 def test_the_main_thread_is_told_from_the_users_outermost_call_on() -> None:
     """Asked by a thread of its own, as in a participant."""
-    found: list[Doing] = []
+    results: list[Doing] = []
 
     def inner(depth: int) -> None:
         if depth:
             inner(depth - 1)
             return
-        asking = threading.Thread(target=lambda: found.append(what_runs()))
+        asking = threading.Thread(target=lambda: results.append(what_runs()))
         asking.start()
         asking.join(WAIT_S)
 
     inner(3)
-    (doing,) = found
+    (doing,) = results
     assert len(doing.stack) == stacks.LINES, "the test's runner is deep enough"
     mine = [line for line in doing.stack if __file__ in line]
     assert [line.partition(": ")[0].rpartition(" ")[2].rpartition(".")[2] for line in mine] == [
@@ -41,15 +41,15 @@ def test_the_main_thread_is_told_from_the_users_outermost_call_on() -> None:
 
 def framed(files: list[str]) -> Doing:
     """What would be told of a thread whose frames lie in these files, the outermost first; each calls the next."""
-    names: dict[str, Any] = {"ask": lambda: found.append(stacks._doing(sys._getframe(1)))}
-    found: list[Doing] = []
+    names: dict[str, Any] = {"ask": lambda: results.append(stacks._doing(sys._getframe(1)))}
+    results: list[Doing] = []
     calls = ["ask", *(f"call{at}" for at in range(len(files)))]
     for at, file in enumerate(reversed(files)):
         exec(compile(f"def {calls[at + 1]}(): {calls[at]}()", file, "exec"), names)
     thread = threading.Thread(target=names[calls[-1]])
     thread.start()
     thread.join(WAIT_S)
-    return found[0]
+    return results[0]
 
 
 RAY = "/site/ray/_private/workers/default_worker.py"

@@ -7,7 +7,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from raycollect.observe import Label, Place, Ring, Tracer
+from raycollect.observe import Label, Ring, TracedGroup, Tracer
 from raycollect.observe.trace import (
     AGAIN,
     CHECK,
@@ -27,14 +27,14 @@ def test_a_run_of_a_loop_is_one_entry_and_three_spans() -> None:
     ring.entries.append((next(ring.numbers), AGAIN, "", 1.0, 3.0, thread, 7, label, "", 2.0))
     ring.entries.append((next(ring.numbers), AGAIN, "", 4.0, 5.0, thread, 8, label, "PlanAbortedError", 0.0))
     spans = ring.read().spans
-    assert [(one.kind, one.name, one.begin_s, one.end_s, one.error) for one in spans] == [
+    assert [(span.kind, span.name, span.begin_s, span.end_s, span.error) for span in spans] == [
         (PART, "allreduce", 1.0, 3.0, ""),
         (CHECK, "consistency check", 1.0, 2.0, ""),
         (KERNEL, "allreduce", 2.0, 3.0, ""),
         (PART, "allreduce", 4.0, 5.0, "PlanAbortedError"),
         (CHECK, "consistency check", 4.0, 5.0, "PlanAbortedError"),
     ]
-    assert {one.label for one in spans} == {LABEL}
+    assert {span.label for span in spans} == {LABEL}
 
 
 def test_what_comes_again_is_labelled_once_and_what_is_gone_gives_no_other_its_label() -> None:
@@ -43,10 +43,10 @@ def test_what_comes_again_is_labelled_once_and_what_is_gone_gives_no_other_its_l
     assert len(numbers) == 3000
     assert len(ring.labelled) <= 1024
     assert all(tuple(map(id, things)) == ids for ids, (things, _) in ring.labelled.items())
-    one, other = object(), object()
-    number = ring.label_of(lambda: LABEL, one, other)
-    assert ring.label_of(lambda: pytest.fail("it is known"), one, other) == number
-    assert ring.label_of(lambda: Label(op="another"), other, one) != number
+    first, other = object(), object()
+    number = ring.label_of(lambda: LABEL, first, other)
+    assert ring.label_of(lambda: pytest.fail("it is known"), first, other) == number
+    assert ring.label_of(lambda: Label(op="another"), other, first) != number
 
 
 def test_short_waits_are_none() -> None:
@@ -55,7 +55,7 @@ def test_short_waits_are_none() -> None:
     ring.waited("a", 0.5)
     ring.waited("b", 2.0 - 1e-6)
     ring.waited("c", 2.0)
-    assert [one.name for one in ring.read().spans] == ["a"]
+    assert [span.name for span in ring.read().spans] == ["a"]
 
 
 def test_one_records_at_a_time() -> None:
@@ -72,7 +72,7 @@ def test_one_records_at_a_time() -> None:
 
 def recorded() -> Recorded:
     ring = Ring(limit=6)
-    ring.groups["g1"] = Place("default", "shm", 1, 2)
+    ring.groups["g1"] = TracedGroup("default", "shm", 1, 2)
     for at in range(8):
         ring.add(METHOD if at % 2 else KERNEL, f"m{at}", at, at + 0.25, at, LABEL if at % 3 else Label(), "")
     return ring.read()

@@ -20,7 +20,7 @@ from raycollect.channel.messages import Collect, Collected, Message, Record, Tic
 from raycollect.driver.participant_link import MOST_COLLECTED_NBYTES, ParticipantLink
 from raycollect.errors import ConnectionLostError, ProtocolError, TimelineError
 from raycollect.member.introspection import PART_NBYTES
-from raycollect.observe import Label, Place, Ring, Tracer, timeline_session
+from raycollect.observe import Label, Ring, TracedGroup, Tracer, timeline_session
 from raycollect.observe.clocks import clock_id
 from raycollect.observe.timeline_session import Timelines, TimelineSession, round_trips
 from raycollect.observe.trace import KERNEL, PART, PLAN, encode_recorded
@@ -80,7 +80,7 @@ class Participant:
         """Records one collective."""
         assert self.ring is not None
         begin_s = self.now_s()
-        self.ring.groups["g1"] = Place("default", "shm", 0, 2)
+        self.ring.groups["g1"] = TracedGroup("default", "shm", 0, 2)
         self.ring.add(PART, "allreduce", begin_s, begin_s + took_s, seq, LABEL._replace(calls=0))
         self.ring.add(KERNEL, "allreduce", begin_s, begin_s + took_s, seq, LABEL)
 
@@ -95,11 +95,11 @@ def joined(participant: Participant, name: str = "W", pid: int = 7) -> Participa
 @pytest.fixture
 def timelines() -> Iterator[Timelines]:
     """Those of a process; one that goes on ends with the test."""
-    made = Timelines(Tracer(), dict)
-    yield made
-    if made.running is not None:
-        made.running.end(0.0)
-    assert made.tracer.ring is None
+    sessions = Timelines(Tracer(), dict)
+    yield sessions
+    if sessions.running is not None:
+        sessions.running.end(0.0)
+    assert sessions.tracer.ring is None
 
 
 @pytest.fixture
@@ -117,17 +117,17 @@ def test_what_participants_record_comes_together(timelines: Timelines, begin: Ca
     ring = timelines.tracer.ring
     assert ring is not None
     ring.add(PLAN, "allreduce", line.began_s, time.monotonic(), 5, Label(op="allreduce", group_id="g1"))
-    assert [len(one.slices) for one in line.peek().processes] == [1, 2, 2], "which ends nothing"
+    assert [len(process.slices) for process in line.peek().processes] == [1, 2, 2], "which ends nothing"
     trace = line.end()
     assert line.end() is trace
-    assert [(one.name, one.host, one.pid, one.leads) for one in trace.processes[1:]] == [
+    assert [(process.name, process.host, process.pid, process.leads) for process in trace.processes[1:]] == [
         ("A", "10.0.0.2", 1, False),
         ("B", "10.0.0.2", 2, False),
     ]
-    assert {one.leader for one in trace.processes} == {line.leader}
-    assert [len(one.slices) for one in trace.processes] == [1, 2, 2]
+    assert {process.leader for process in trace.processes} == {line.leader}
+    assert [len(process.slices) for process in trace.processes] == [1, 2, 2]
     assert (first.limit, trace.missing, first.ring) == (100, (), None)
-    assert not any(isinstance(one, Tick) for one in first.heard), "it has the same clock"
+    assert not any(isinstance(message, Tick) for message in first.heard), "it has the same clock"
     assert timelines.last is trace
 
 
@@ -173,79 +173,81 @@ def test_a_participant_that_is_leased_as_it_ends_does_not_go_on_recording(
 
 def test_who_is_gone_silent_or_strange_is_named_and_the_others_are_there(begin: Callable[..., TimelineSession]) -> None:
     line = begin()
-    made = {name: Participant() for name in ("good", "gone", "silent", "own", "junk", "new", "clockless")}
-    made["own"].refusal = "it records a timeline of its own"
-    made["clockless"].clock, made["clockless"].mute = "another", (Tick,)
-    for name, one in made.items():
-        line.leased(joined(one, name))
-    made["good"].work(1)
-    made["gone"].end()
-    made["silent"].mute = (Collect,)
-    made["junk"].payload = b"junk"
-    made["new"].ring = None
+    participants = {name: Participant() for name in ("good", "gone", "silent", "own", "junk", "new", "clockless")}
+    participants["own"].refusal = "it records a timeline of its own"
+    participants["clockless"].clock, participants["clockless"].mute = "another", (Tick,)
+    for name, participant in participants.items():
+        line.leased(joined(participant, name))
+    participants["good"].work(1)
+    participants["gone"].end()
+    participants["silent"].mute = (Collect,)
+    participants["junk"].payload = b"junk"
+    participants["new"].ring = None
     began_s = time.monotonic()
     trace = line.end(0.2)
     assert time.monotonic() - began_s < 5
-    assert [one.name for one in trace.processes[1:]] == ["good"]
-    why = {one.name: one.why for one in trace.missing}
-    assert set(why) == set(made) - {"good"}
+    assert [process.name for process in trace.processes[1:]] == ["good"]
+    why = {missing.name: missing.why for missing in trace.missing}
+    assert set(why) == set(participants) - {"good"}
     assert "has ended" in why["gone"]
     assert "in time" in why["silent"]
     assert why["own"] == "it records a timeline of its own"
     assert "malformed" in why["junk"]
-    assert "no more" in why["new"]
+    assert "no longer" in why["new"]
     assert "clock" in why["clockless"]
 
 
 def test_who_does_not_answer_at_the_beginning_may_do_so_at_the_end(begin: Callable[..., TimelineSession]) -> None:
-    line, one = begin(), Participant()
-    one.mute = (Record,)
-    line.leased(joined(one))
+    line, participant = begin(), Participant()
+    participant.mute = (Record,)
+    line.leased(joined(participant))
     line.begun(0.01)
-    one.mute, one.ring = (), Ring()
-    one.work(1)
-    request = next(message.request for message in one.heard if isinstance(message, Record))
-    one.peer.received(one, Ticked(request=request, at_s=one.now_s(), clock=one.clock, refusal=""))
+    participant.mute, participant.ring = (), Ring()
+    participant.work(1)
+    request = next(message.request for message in participant.heard if isinstance(message, Record))
+    participant.peer.received(
+        participant, Ticked(request=request, at_s=participant.now_s(), clock=participant.clock, refusal="")
+    )
     assert line.end().missing == ()
 
 
 def test_the_clock_of_another_host_is_compared_at_both_ends(begin: Callable[..., TimelineSession]) -> None:
-    line, one = begin(), Participant(ahead_s=5000.0, clock="another host's")
-    line.leased(joined(one))
+    line, participant = begin(), Participant(ahead_s=5000.0, clock="another host's")
+    line.leased(joined(participant))
     before_s = time.monotonic()
-    one.work(1)
+    participant.work(1)
     after_s = time.monotonic()
-    found = line.end().processes[1]
-    assert 0 < found.uncertainty_s < 1
-    assert before_s - found.uncertainty_s <= found.slices[0].begin_s <= after_s + found.uncertainty_s
-    assert sum(isinstance(message, Tick) for message in one.heard) == 2 * timeline_session.ROUND_TRIPS
+    process = line.end().processes[1]
+    assert 0 < process.uncertainty_s < 1
+    assert before_s - process.uncertainty_s <= process.slices[0].begin_s <= after_s + process.uncertainty_s
+    assert sum(isinstance(message, Tick) for message in participant.heard) == 2 * timeline_session.ROUND_TRIPS
 
 
 def test_round_trips_are_timed_when_the_answer_is_there() -> None:
     """By an injected clock, with a way back that is longer than the way there."""
-    one, now = Participant(), [100.0]
-    peer = joined(one)
+    participant, now = Participant(), [100.0]
+    peer = joined(participant)
 
     def send(message: Any) -> None:
         now[0] += 0.001
         answer = Ticked(request=message.request, at_s=now[0] + 7.0, clock="x", refusal="")
         now[0] += 0.003
-        peer.received(one, answer)  # type: ignore[arg-type]
+        peer.received(participant, answer)  # type: ignore[arg-type]
 
-    one.send = send  # type: ignore[method-assign]
-    found = round_trips(peer, lambda: now[0], 3).result(0)
-    assert found is not None
-    assert found.uncertainty_s == pytest.approx(0.002)
-    assert found.offset_s == pytest.approx(7.0 - 0.001)
+    participant.send = send  # type: ignore[method-assign]
+    fix = round_trips(peer, lambda: now[0], 3).result(0)
+    assert fix is not None
+    assert fix.uncertainty_s == pytest.approx(0.002)
+    assert fix.offset_s == pytest.approx(7.0 - 0.001)
 
 
 def test_who_is_given_back_has_told_what_it_recorded(begin: Callable[..., TimelineSession]) -> None:
-    line, one = begin(), Participant()
-    peer = joined(one)
+    line, participant = begin(), Participant()
+    peer = joined(participant)
     line.leased(peer)
-    one.work(1)
+    participant.work(1)
     line.leaving(peer)
-    one.end()
+    participant.end()
     line.leaving(joined(Participant()))  # which was never asked
     other = Participant()
     line.leased(joined(other))
@@ -253,12 +255,12 @@ def test_who_is_given_back_has_told_what_it_recorded(begin: Callable[..., Timeli
     line.drain()  # as before Ray ends
     other.end()
     trace = line.end()
-    assert (trace.missing, [len(one.slices) for one in trace.processes[1:]]) == ((), [2, 2])
+    assert (trace.missing, [len(process.slices) for process in trace.processes[1:]]) == ((), [2, 2])
 
 
 def test_one_timeline_at_a_time(timelines: Timelines, begin: Callable[..., TimelineSession]) -> None:
     line = begin()
-    with pytest.raises(TimelineError, match="recorded already, begun by a test: stop that first"):
+    with pytest.raises(TimelineError, match="recorded already, begun by a test: stop it first"):
         timelines.begin("another")
     line.end()
     begin().end()
@@ -271,19 +273,19 @@ def test_one_timeline_at_a_time(timelines: Timelines, begin: Callable[..., Timel
 
 
 def test_answers_without_an_end_are_a_broken_rule() -> None:
-    one = Participant()
-    one.mute = (Collect,)
-    peer = joined(one)
-    asked = peer.ask(Collect, ends=True)
-    (request,) = (message.request for message in one.heard if isinstance(message, Collect))
+    participant = Participant()
+    participant.mute = (Collect,)
+    peer = joined(participant)
+    answer = peer.ask(Collect, ends=True)
+    (request,) = (message.request for message in participant.heard if isinstance(message, Collect))
     part = bytes(8 << 20)
     with pytest.raises(ProtocolError, match="more than"):
         for _ in range(MOST_COLLECTED_NBYTES // len(part) + 1):
-            peer.received(one, Collected(request=request, payload=part, more=True))  # type: ignore[arg-type]
-    one.end()
-    assert asked.result(0) is None
+            peer.received(participant, Collected(request=request, payload=part, more=True))  # type: ignore[arg-type]
+    participant.end()
+    assert answer.result(0) is None
     assert not peer._collected
-    peer.received(one, Collected(request=request, payload=part, more=True))  # type: ignore[arg-type]
+    peer.received(participant, Collected(request=request, payload=part, more=True))  # type: ignore[arg-type]
     assert not peer._collected, "nobody asks any more"
 
 
@@ -313,5 +315,5 @@ col.destroy_collective_group("alone")
     assert ("the timeline can't be written to" in run.stderr) == (not writable)
     if writable:
         (row,) = json.loads(path.read_text())["otherData"]["raycollect"]["summary"]["rows"]
-        found = [row[name] for name in ("group", "op", "backend", "calls", "nbytes")]
-        assert found == ["alone", "allreduce", "local", 1, 8000]
+        values = [row[name] for name in ("group", "op", "backend", "calls", "nbytes")]
+        assert values == ["alone", "allreduce", "local", 1, 8000]

@@ -31,8 +31,8 @@ def read(value: Any, **options: Any) -> tuple[Any, list[Any]]:
     return reader.read(reader.values((value,), {}), leaves), leaves
 
 
-def same(one: Any, other: Any, **options: Any) -> bool:
-    first, second = read(one, **options)[0], read(other, **options)[0]
+def same(call: Any, other: Any, **options: Any) -> bool:
+    first, second = read(call, **options)[0], read(other, **options)[0]
     return first == second and hash(first) == hash(second)
 
 
@@ -77,15 +77,15 @@ APART = [
 ]
 
 
-@pytest.mark.parametrize(("one", "other"), SHARED)
-def test_calls_that_share_a_trace(one: Any, other: Any) -> None:
-    assert same(one, other)
+@pytest.mark.parametrize(("call", "other"), SHARED)
+def test_calls_that_share_a_trace(call: Any, other: Any) -> None:
+    assert same(call, other)
 
 
-@pytest.mark.parametrize(("one", "other"), APART)
-def test_calls_that_are_traced_each(one: Any, other: Any) -> None:
-    assert not same(one, other)
-    assert same(one, one)
+@pytest.mark.parametrize(("call", "other"), APART)
+def test_calls_that_are_traced_each(call: Any, other: Any) -> None:
+    assert not same(call, other)
+    assert same(call, call)
 
 
 def test_a_static_nan_is_traced_once() -> None:
@@ -122,12 +122,12 @@ def test_a_call_is_read_as_python_binds_it() -> None:
 
     reader = CallReader(function)
     calls: list[tuple[tuple[int, ...], dict[str, int]]] = [((1,), {"c": 3}), ((1, 2), {"c": 3})]
-    found = []
+    reads = []
     for args, kwargs in calls:
         leaves: list[Any] = []
-        found.append((reader.read(reader.values(args, kwargs), leaves), leaves))
-    assert found[0] == found[1]
-    assert found[0][1] == [1, 2, 3]
+        reads.append((reader.read(reader.values(args, kwargs), leaves), leaves))
+    assert reads[0] == reads[1]
+    assert reads[0][1] == [1, 2, 3]
     assert reader.values((1, 2, 4, 5), {"c": 3, "d": 6}) == [1, 2, (4, 5), 3, {"d": 6}]
     with pytest.raises(TypeError, match="missing"):
         reader.values((1,), {})
@@ -151,8 +151,8 @@ def test_leaves_are_found_in_the_order_in_which_they_are_traced(value: Any) -> N
     reader = CallReader(lambda value: None)
     leaves: list[Any] = []
     key = reader.read((value,), leaves)
-    found: list[Any] = []
-    reader.traced((value,), lambda _, name, one: found.append(one))
-    assert list(map(repr, leaves)) == list(map(repr, found))
+    traced_leaves: list[Any] = []
+    reader.traced((value,), lambda _, name, leaf: traced_leaves.append(leaf))
+    assert list(map(repr, leaves)) == list(map(repr, traced_leaves))
     again: list[Any] = []
     assert reader.read((value,), again) == key

@@ -23,11 +23,13 @@ def write(path, tensors, align=8):
         at += array.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % align)
-    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(one.tobytes() for one in tensors.values()))
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(tensor.tobytes() for tensor in tensors.values()))
     return path
 
 
 def resident(path):
     """How much of a file this process has in its memory, in bytes."""
-    found = re.findall(rf"{re.escape(str(path))}\n(?:\w+:.*\n)*?Rss: +(\d+) kB", Path("/proc/self/smaps").read_text())
-    return sum(map(int, found)) << 10
+    sizes_kb = re.findall(
+        rf"{re.escape(str(path))}\n(?:\w+:.*\n)*?Rss: +(\d+) kB", Path("/proc/self/smaps").read_text()
+    )
+    return sum(map(int, sizes_kb)) << 10

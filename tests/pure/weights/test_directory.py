@@ -19,8 +19,8 @@ from raycollect.errors import (
 )
 from raycollect.ray_bridge import ray_internals
 from raycollect.weights import directory
-from raycollect.weights.directory import Directory, Holder, Member, sweep
-from raycollect.weights.protocol import Phase, Round, Version
+from raycollect.weights.directory import HolderRecord, RankProcess, VersionDirectory, sweep
+from raycollect.weights.protocol import Phase, Version, VersionRound
 from raycollect.weights.publication import Publication
 from raycollect.weights.ranks import Job
 from raycollect.weights.subscription import Subscription
@@ -34,7 +34,7 @@ class Store:
     """Ray's key-value store, of one step per call; `between` is called before a step that is chosen."""
 
     def __init__(self):
-        self.kept: dict[bytes, bytes] = {}
+        self.entries: dict[bytes, bytes] = {}
         self.living: set[str] = set()
         self.steps = 0
         self.chosen = -1
@@ -47,38 +47,38 @@ class Store:
 
     def internal_kv_put(self, key, value, overwrite, namespace, timeout):
         self._step()
-        if not overwrite and key in self.kept:
+        if not overwrite and key in self.entries:
             return 0
-        self.kept[key] = value
+        self.entries[key] = value
         return 1
 
     def internal_kv_get(self, key, namespace, timeout):
         self._step()
-        return self.kept.get(key)
+        return self.entries.get(key)
 
     def internal_kv_multi_get(self, keys, namespace, timeout):
         self._step()
-        return {key: self.kept[key] for key in keys if key in self.kept}
+        return {key: self.entries[key] for key in keys if key in self.entries}
 
     def internal_kv_keys(self, prefix, namespace, timeout):
         self._step()
-        return [key for key in self.kept if key.startswith(prefix)]
+        return [key for key in self.entries if key.startswith(prefix)]
 
     def internal_kv_del(self, key, by_prefix, namespace, timeout):
         self._step()
-        for one in [one for one in self.kept if one == key or (by_prefix and one.startswith(key))]:
-            del self.kept[one]
+        for record in [record for record in self.entries if record == key or (by_prefix and record.startswith(key))]:
+            del self.entries[record]
 
     def living_workers(self):
         self._step()
         return frozenset(self.living)
 
     def records(self, name):
-        return sorted(key.decode() for key in self.kept if key.startswith(f"weights/{name}/".encode()))
+        return sorted(key.decode() for key in self.entries if key.startswith(f"weights/{name}/".encode()))
 
 
 @pytest.fixture
-def made(monkeypatch) -> Callable[[], Store]:
+def make_store(monkeypatch) -> Callable[[], Store]:
     """Makes empty stores; the last one is that of this cluster."""
 
     def make():
@@ -93,15 +93,17 @@ def made(monkeypatch) -> Callable[[], Store]:
 
 def holds(there, version, worker, signature=b"s", *, is_publisher=False):
     address = Address(host="127.0.0.1", port=1, secret=bytes(32))
-    member = Member(address=address, actor=worker, incarnation=worker, machine="here")
-    record = Holder(member=member, key=Key(worker.encode()), signature=signature, rank=0, is_publisher=is_publisher)
+    member = RankProcess(address=address, actor=worker, incarnation=worker, machine="here")
+    record = HolderRecord(
+        member=member, key=Key(worker.encode()), signature=signature, rank=0, is_publisher=is_publisher
+    )
     there.post_holders(version, [record])
 
 
 def publish(store, name, worker):
     """What a publisher and its only actor write until the first version is there to be had."""
     store.living |= {worker, f"{worker}'s actor"}
-    there = Directory(name)
+    there = VersionDirectory(name)
     epoch = there.begin_epoch(worker)
     version = Version(epoch, 1, signature=there.post_layouts(LAYOUTS, epoch))
     holds(there, version, f"{worker}'s actor", version.signature, is_publisher=True)
@@ -111,27 +113,27 @@ def publish(store, name, worker):
 
 
 def end(store, *workers):
-    store.living -= {*workers, *(f"{one}'s actor" for one in workers)}
+    store.living -= {*workers, *(f"{worker}'s actor" for worker in workers)}
 
 
 def is_served(name, version):
     """Whether one that knows nothing finds a version, who holds it, and the layouts that say what they hold."""
-    there = Directory(name)
-    found = there.latest()
+    there = VersionDirectory(name)
+    latest = there.latest()
     holders = there.holders(version)
-    layouts = [there.layouts(one.signature, version.epoch) for one in holders]
-    return found == version and bool(holders) and all(one is not None for one in layouts)
+    layouts = [there.layouts(holder.signature, version.epoch) for holder in holders]
+    return latest == version and bool(holders) and all(layout is not None for layout in layouts)
 
 
 def is_swept(store, name):
     """Whether nothing is left of a publication but the record of its last epoch."""
-    return [one.rpartition("/")[0] for one in store.records(name)] == [f"weights/{name}/epochs"]
+    return [record.rpartition("/")[0] for record in store.records(name)] == [f"weights/{name}/epochs"]
 
 
 @pytest.mark.parametrize("step", range(3))
-def test_there_is_a_latest_version_whenever_another_one_takes_its_place(made, step):
-    store = made()
-    there, publisher = Directory("policy"), Directory("policy")
+def test_there_is_a_latest_version_whenever_another_one_takes_its_place(make_store, step):
+    store = make_store()
+    there, publisher = VersionDirectory("policy"), VersionDirectory("policy")
     for number in (1, 2):
         publisher.post_version(Version(1, number))
 
@@ -149,32 +151,32 @@ def test_there_is_a_latest_version_whenever_another_one_takes_its_place(made, st
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_store_that_does_not_answer_is_told_of_and_whose_time_is_over(made, monkeypatch, is_late):
-    store, asked = made(), []
+def test_a_store_that_does_not_answer_is_told_of_and_whose_time_is_over(make_store, monkeypatch, is_late):
+    store, timeouts = make_store(), []
 
     def get(key, namespace, timeout):
-        asked.append(timeout)
+        timeouts.append(timeout)
         raise RuntimeError("Deadline Exceeded")
 
     monkeypatch.setattr(store, "internal_kv_get", get)
-    there = Directory("policy")
+    there = VersionDirectory("policy")
     limit_s = 0.0 if is_late else 20.0
     with pytest.raises(VersionError) as raised, there.within(limit_s, time.monotonic() + limit_s):
         there.version(1, 1)
     assert isinstance(raised.value, VersionTimeoutError) is is_late
-    assert asked[0] == 0.05 if is_late else 10.0 < asked[0] <= 20.0
+    assert timeouts[0] == 0.05 if is_late else 10.0 < timeouts[0] <= 20.0
     with pytest.raises(VersionError):
         there.version(1, 1)
-    assert asked[1] == 30.0
+    assert timeouts[1] == 30.0
 
 
-def test_a_put_whose_record_may_be_there_is_not_put_again_under_its_number(made, monkeypatch):
+def test_a_put_whose_record_may_be_there_is_not_put_again_under_its_number(make_store, monkeypatch):
     """Ray's store has taken the record, and its answer did not come."""
-    store = made()
+    store = make_store()
     pub = Publication.__new__(Publication)
     pub.name, pub.epoch, pub._signature, pub._publisher, pub._turns = "policy", 1, b"", "", Turns("policy")
     pub._ranks = type("Ranks", (), {"layouts": LAYOUTS, "__len__": lambda self: 0})()
-    pub._directory = Directory("policy")
+    pub._directory = VersionDirectory("policy")
     pub._directory.keep_epoch(1, "p")
     pub._cut, pub._places = (frozenset(), ()), {}
     pub._last = pub._used = pub._before = Version(1, 0)
@@ -198,56 +200,58 @@ def test_a_put_whose_record_may_be_there_is_not_put_again_under_its_number(made,
 def bare_publication(monkeypatch, epochs):
     """A publication whose actors know these epochs, one after the other."""
     pub = Publication.__new__(Publication)
-    pub.name, pub._publisher, pub._directory = "policy", "", Directory("policy")
+    pub.name, pub._publisher, pub._directory = "policy", "", VersionDirectory("policy")
 
     def attach(self, function, args, undo):
-        if (known := epochs.pop(0)) > pub.epoch:
-            raise PublisherReplacedError(name="policy", detail=f"epoch {known} has begun")
+        if (epoch := epochs.pop(0)) > pub.epoch:
+            raise PublisherReplacedError(name="policy", detail=f"epoch {epoch} has begun")
 
     pub._ranks = type("Ranks", (), {"layouts": LAYOUTS, "handles": [], "attach": attach, "members": {}})()
     monkeypatch.setattr(ray_internals, "worker_id", lambda: "p")
     return pub
 
 
-def test_who_publishes_after_records_were_lost_begins_an_epoch_that_its_actors_do_not_know(made, monkeypatch):
-    made()
+def test_who_publishes_after_records_were_lost_begins_an_epoch_that_its_actors_do_not_know(make_store, monkeypatch):
+    make_store()
     pub = bare_publication(monkeypatch, [3, 3, 3])
     assert [pub._begin() for _ in range(3)] == [False, False, True]
     assert pub.epoch == 3
 
 
-def test_who_was_replaced_hears_so_whatever_its_actors_say(made, monkeypatch):
-    made()
+def test_who_was_replaced_hears_so_whatever_its_actors_say(make_store, monkeypatch):
+    make_store()
     pub, later = (bare_publication(monkeypatch, [0]) for _ in range(2))
     assert pub._begin()
     assert later._begin()
     pub._ranks.members[0] = SimpleNamespace(actor="A")
     closed = VersionNotPutError(name="policy", detail="the publication was closed")
-    job = Job(round=Round(Version(1, 1), Phase.FAILED, frozenset()), errors={0: closed})
+    job = Job(round=VersionRound(Version(1, 1), Phase.FAILED, frozenset()), errors={0: closed})
     with pytest.raises(PublisherReplacedError, match="epoch 2 has begun"):
         pub._check(job, 1.0)
 
 
-def test_a_version_whose_layouts_are_lost_is_not_taken_for_one_that_fits(made):
-    store = made()
+def test_a_version_whose_layouts_are_lost_is_not_taken_for_one_that_fits(make_store):
+    store = make_store()
     version = publish(store, "policy", "p")
-    found = Subscription._find(SimpleNamespace(_directory=Directory("policy"), _check=lambda src: None), "latest")
-    assert found == version
-    for key in [key for key in store.kept if b"/layouts/" in key]:
-        del store.kept[key]
+    resolved = Subscription._find(
+        SimpleNamespace(_directory=VersionDirectory("policy"), _check=lambda src: None), "latest"
+    )
+    assert resolved == version
+    for key in [key for key in store.entries if b"/layouts/" in key]:
+        del store.entries[key]
     with pytest.raises(UnknownVersionError):
-        Subscription._find(SimpleNamespace(_directory=Directory("policy"), name="policy"), "latest")
+        Subscription._find(SimpleNamespace(_directory=VersionDirectory("policy"), name="policy"), "latest")
 
 
 @pytest.mark.parametrize("who", ["publisher", "publisher's actor", "receiver", "earlier publisher"])
-def test_while_one_lives_all_stays(made, who):
-    store = made()
+def test_while_one_lives_all_stays(make_store, who):
+    store = make_store()
     if who == "earlier publisher":
-        Directory("name").begin_epoch(who)
+        VersionDirectory("name").begin_epoch(who)
     version = publish(store, "name", "publisher")
     if who == "earlier publisher":
-        Directory("name")._put("epochs/00000001", who.encode(), overwrite=True)
-    holds(Directory("name"), version, "receiver", Directory("name").post_layouts(COLUMNS, version.epoch))
+        VersionDirectory("name")._put("epochs/00000001", who.encode(), overwrite=True)
+    holds(VersionDirectory("name"), version, "receiver", VersionDirectory("name").post_layouts(COLUMNS, version.epoch))
     before = store.records("name")
     store.living = {who}
     sweep("new")
@@ -255,13 +259,13 @@ def test_while_one_lives_all_stays(made, who):
     assert is_served("name", version)
 
 
-def test_a_sweep_looks_into_so_many_and_those_that_stay_hide_none(made, monkeypatch):
+def test_a_sweep_looks_into_so_many_and_those_that_stay_hide_none(make_store, monkeypatch):
     monkeypatch.setattr(directory, "MOST_SWEPT", 2)
-    store = made()
+    store = make_store()
     names = [f"{when}{number}" for when in ("first", "last") for number in range(2)]
     served = {name: publish(store, name, "one") for name in names}
     for name, version in served.items():
-        holds(Directory(name), version, "receiver", version.signature)
+        holds(VersionDirectory(name), version, "receiver", version.signature)
     for number in range(4):
         publish(store, f"in between{number}", "one")
     end(store, "one")
@@ -270,16 +274,16 @@ def test_a_sweep_looks_into_so_many_and_those_that_stay_hide_none(made, monkeypa
     while not left or left[-1] > len(served):
         sweep("new")
         left.append(
-            len([name for name in {key.split(b"/")[1].decode() for key in store.kept} if not is_swept(store, name)])
+            len([name for name in {key.split(b"/")[1].decode() for key in store.entries} if not is_swept(store, name)])
         )
         assert len(left) < 1000
     assert left[0] >= 8 - 2, "the first did not do it all"
     assert all(is_served(name, version) for name, version in served.items())
 
 
-def steps_of(made, scene, work):
+def steps_of(make_store, scene, work):
     """How many steps some work takes."""
-    store = made()
+    store = make_store()
     scene(store)
     store.steps = 0
     work()
@@ -288,18 +292,18 @@ def steps_of(made, scene, work):
 
 def scene(store):
     publish(store, "name", "one")
-    Directory("name").post_layouts(COLUMNS, 1)
+    VersionDirectory("name").post_layouts(COLUMNS, 1)
     end(store, "one")
 
 
-def test_where_nothing_is_left_of_others_no_process_is_asked_for(made):
-    assert steps_of(made, lambda store: None, lambda: sweep("new")) == 1
-    assert steps_of(made, lambda store: publish(store, "new", "one"), lambda: sweep("new")) == 1
+def test_where_nothing_is_left_of_others_no_process_is_asked_for(make_store):
+    assert steps_of(make_store, lambda store: None, lambda: sweep("new")) == 1
+    assert steps_of(make_store, lambda store: publish(store, "new", "one"), lambda: sweep("new")) == 1
 
 
-def test_a_new_publisher_in_the_midst_of_a_sweep_keeps_what_it_writes(made):
-    for step in range(steps_of(made, scene, lambda: sweep("new"))):
-        store = made()
+def test_a_new_publisher_in_the_midst_of_a_sweep_keeps_what_it_writes(make_store):
+    for step in range(steps_of(make_store, scene, lambda: sweep("new"))):
+        store = make_store()
         scene(store)
         versions = []
         store.between = lambda store=store, versions=versions: versions.append(publish(store, "name", "two"))
@@ -314,8 +318,8 @@ def test_a_new_publisher_in_the_midst_of_a_sweep_keeps_what_it_writes(made):
         assert is_swept(store, "name"), step
 
 
-def test_an_epoch_that_was_swept_while_another_took_it_is_not_taken_again(made):
-    store = made()
+def test_an_epoch_that_was_swept_while_another_took_it_is_not_taken_again(make_store):
+    store = make_store()
 
     def comes_and_goes():
         publish(store, "name", "one")
@@ -323,27 +327,27 @@ def test_an_epoch_that_was_swept_while_another_took_it_is_not_taken_again(made):
         sweep("new")
 
     for step in (0, 1):  # before what is asked for, and before what is written
-        store = made()
+        store = make_store()
         store.between, store.chosen = comes_and_goes, step
-        assert Directory("name").begin_epoch("two") == 2, step
+        assert VersionDirectory("name").begin_epoch("two") == 2, step
 
 
-def test_a_latecomer_in_the_midst_of_a_sweep_is_served_while_its_holder_lives_and_serves_on(made):
+def test_a_latecomer_in_the_midst_of_a_sweep_is_served_while_its_holder_lives_and_serves_on(make_store):
     def before(store):
         version = publish(store, "name", "one")
-        holds(Directory("name"), version, "receiver", version.signature)
+        holds(VersionDirectory("name"), version, "receiver", version.signature)
         end(store, "one")
         store.living.add("receiver")
 
-    for step in range(steps_of(made, before, lambda: sweep("new"))):
-        store = made()
+    for step in range(steps_of(make_store, before, lambda: sweep("new"))):
+        store = make_store()
         before(store)
         version = Version(1, 1)
 
         def comes(store=store, version=version, step=step):
             assert is_served("name", version), step
             store.living.add("latecomer")
-            holds(Directory("name"), version, "latecomer", Directory("name").latest().signature)
+            holds(VersionDirectory("name"), version, "latecomer", VersionDirectory("name").latest().signature)
             store.living.discard("receiver")
 
         store.between = comes
@@ -353,15 +357,15 @@ def test_a_latecomer_in_the_midst_of_a_sweep_is_served_while_its_holder_lives_an
         assert is_served("name", version), step
 
 
-def test_a_sweep_that_ends_anywhere_is_finished_by_another(made):
+def test_a_sweep_that_ends_anywhere_is_finished_by_another(make_store):
     class EndedError(Exception):
         pass
 
     def ends():
         raise EndedError
 
-    for step in range(steps_of(made, scene, lambda: sweep("new"))):
-        store = made()
+    for step in range(steps_of(make_store, scene, lambda: sweep("new"))):
+        store = make_store()
         scene(store)
         store.between = ends
         store.steps, store.chosen = 0, step
@@ -372,14 +376,14 @@ def test_a_sweep_that_ends_anywhere_is_finished_by_another(made):
         assert is_swept(store, "name"), step
 
 
-def test_layouts_of_receivers_go_over_to_the_next_epoch(made):
-    store = made()
-    waiting = Directory("name")
+def test_layouts_of_receivers_go_over_to_the_next_epoch(make_store):
+    store = make_store()
+    waiting = VersionDirectory("name")
     signature = waiting.post_layouts(COLUMNS, waiting.epoch())  # before anything is published
     waiting.post_layouts({"v": COLUMNS["w"]}, waiting.epoch())
     sweep("another")
     for worker in ("one", "two"):
         version = publish(store, "name", worker)
-        assert {signature, version.signature} < set(Directory("name").all_layouts())
-        assert Directory("name").layouts(signature, version.epoch) == COLUMNS
-    assert not [one for one in store.records("name") if "/00000001" in one or "/00000000" in one]
+        assert {signature, version.signature} < set(VersionDirectory("name").all_layouts())
+        assert VersionDirectory("name").layouts(signature, version.epoch) == COLUMNS
+    assert not [record for record in store.records("name") if "/00000001" in record or "/00000000" in record]

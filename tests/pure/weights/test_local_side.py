@@ -13,7 +13,7 @@ from raycollect.weights.local_side import LocalSide
 
 
 def side(tensors, *, is_written):
-    layouts = {name: layout(one.shape, mesh={"one": 1}, dtype=one.dtype.name) for name, one in tensors.items()}
+    layouts = {name: layout(tensor.shape, mesh={"one": 1}, dtype=tensor.dtype.name) for name, tensor in tensors.items()}
     return LocalSide("subscribe", Container.of(tensors, arrays.is_tensor), layouts, 0, is_written=is_written)
 
 
@@ -33,8 +33,8 @@ def test_what_overlaps_is_read_and_not_written(what):
 
 
 def test_neighbours_and_interleaved_columns_are_written():
-    found = side({"a": WHOLE[:2], "b": WHOLE[2:], "none": WHOLE[:0]}, is_written=True)
-    assert [one.shape for one in found.live()] == [(2, 6), (2, 6), (0, 6)]
+    local = side({"a": WHOLE[:2], "b": WHOLE[2:], "none": WHOLE[:0]}, is_written=True)
+    assert [tensor.shape for tensor in local.live()] == [(2, 6), (2, 6), (0, 6)]
     side({"left": WHOLE[:, :3], "right": WHOLE[:, 3:]}, is_written=True)
 
 

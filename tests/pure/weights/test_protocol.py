@@ -10,7 +10,17 @@ import pytest
 
 from raycollect.errors import InternalError, PushError, VersionNotPutError, VersionTimeoutError
 from raycollect.weights import protocol, subscription
-from raycollect.weights.protocol import Failed, Lost, Phase, RankState, Sealed, Shown, Tell, Verified, Version
+from raycollect.weights.protocol import (
+    Phase,
+    RankFailed,
+    RankLost,
+    RankSealed,
+    RankShown,
+    RankState,
+    RankVerified,
+    Tell,
+    Version,
+)
 from raycollect.weights.publication import Publication
 from raycollect.weights.ranks import Job
 from raycollect.weights.subscription import Subscription
@@ -32,12 +42,12 @@ def explore(first: World, puts: int, updates: int) -> tuple[list[World], set[str
     """All worlds that can come of one, each checked, and what was done."""
     seen, todo, done = {first.key: first}, [first], set()
     while todo:
-        for name, one in steps(todo.pop(), puts, updates):
+        for name, world in steps(todo.pop(), puts, updates):
             done.add(name)
-            if one.key not in seen:
-                check(one)
-                seen[one.key] = one
-                todo.append(one)
+            if world.key not in seen:
+                check(world)
+                seen[world.key] = world
+                todo.append(world)
     return list(seen.values()), done
 
 
@@ -53,8 +63,8 @@ def check(world: World) -> None:
         shown = reader.state.shown
         assert reader.front[0] == (shown.number if shown else 0), "the label is not that of the bytes"
         if shown:
-            told = [ranks for number, ranks in world.at_show if number == shown.number]
-            assert any(rank in ranks for ranks in told), "shown, and nobody had decided it"
+            deciders = [ranks for number, ranks in world.at_show if number == shown.number]
+            assert any(rank in ranks for ranks in deciders), "shown, and nobody had decided it"
     for receipt in world.receipts:
         assert receipt.done
         for rank, digests in receipt.done.items():
@@ -87,15 +97,15 @@ def test_pain_1_and_5_no_order_of_a_streams_parts_shows_a_mixed_version():
 def test_pain_1_and_5_in_place_methods_see_a_whole_version_or_are_refused():
     worlds, _ = explore(World(inplace=True), 1, 1)
     assert any(world.receipts for world in worlds)
-    assert any(one.state.is_dirty for world in worlds for one in world.readers)
+    assert any(reader.state.is_dirty for world in worlds for reader in world.readers)
 
 
-def _is_careless(state, version, wanted, found):
+def _is_careless(state, version, wanted, present):
     return protocol.stage(state, version, wanted)
 
 
-def _believes(state, version, found):
-    return replace(state, landed={**state.landed, **{atom: state.wanted[atom] for atom in found}})
+def _believes(state, version, digests):
+    return replace(state, landed={**state.landed, **{atom: state.wanted[atom] for atom in digests}})
 
 
 def _keeps_all(state, version, part):  # and says of a new part that it has come
@@ -116,8 +126,8 @@ def _hurries(state):
     ],
 )
 def test_the_search_finds_what_is_wrong_with_a_protocol(monkeypatch, wrong, world):
-    for name, one in wrong.items():
-        monkeypatch.setattr(protocol, name, one)
+    for name, function in wrong.items():
+        monkeypatch.setattr(protocol, name, function)
     with pytest.raises(AssertionError, match=r"mixed version|label|false receipt|nobody had|something else lies"):
         explore(world, 1, 1)
 
@@ -132,22 +142,22 @@ def test_pain_1_and_5_longer_runs(puts, updates, faults):
 
 def test_pain_2_after_any_fault_readers_that_live_can_have_the_version_while_a_holder_of_each_atom_lives():
     worlds, _ = explore(World(), 1, 1)
-    stranded = [one for one in worlds if DRIVER in one.dead and one.posted and not one.told]
+    stranded = [world for world in worlds if DRIVER in world.dead and world.posted and not world.orders]
     assert stranded
-    for world in {one.key: one for one in map(restarted, stranded)}.values():
+    for world in {state.key: state for state in map(restarted, stranded)}.values():
         again, _ = explore(world, 1, world.updates + 1)
-        assert any(one.receipts for one in again), "nobody can go on"
+        assert any(world.receipts for world in again), "nobody can go on"
 
 
 def test_a_rank_that_has_verified_and_then_dies_costs_the_others_nothing():
     update, tell = protocol.begin_update(V1, 2)
     assert tell is Tell.STAGE
     for event, expected in [
-        (Verified(0, V1.digests), None),
-        (Lost(0), None),  # nothing is due from it: that it is gone shows when it is told to show
-        (Verified(1, V1.digests), Tell.SHOW),
-        (Lost(0), None),
-        (Shown(1), None),
+        (RankVerified(0, V1.digests), None),
+        (RankLost(0), None),  # nothing is due from it: that it is gone shows when it is told to show
+        (RankVerified(1, V1.digests), Tell.SHOW),
+        (RankLost(0), None),
+        (RankShown(1), None),
     ]:
         update, tell = protocol.advance(update, event)
         assert tell is expected
@@ -164,23 +174,23 @@ def test_pain_2_whether_some_show_a_version_for_which_others_are_late():
         subscription = SimpleNamespace(name="policy", _ranks=ranks, _check_open=lambda: None)
         return Subscription._failure(subscription, job, 1.0)
 
-    verified = [Verified(rank) for rank in range(3)]
+    verified = [RankVerified(rank) for rank in range(3)]
     assert not after(*verified[:2])  # they wait for the third
     assert not after(*verified)
-    assert after(*verified, Shown(1))
+    assert after(*verified, RankShown(1))
 
 
-@pytest.mark.parametrize("event", [Lost(1), Failed(1)])
+@pytest.mark.parametrize("event", [RankLost(1), RankFailed(1)])
 def test_a_trainer_that_is_gone_posts_nothing(event):
     put, _ = protocol.begin_put(V1, 2)
-    put, _ = protocol.advance(put, Sealed(0, {ATOMS[0]: digest(1)}))
+    put, _ = protocol.advance(put, RankSealed(0, {ATOMS[0]: digest(1)}))
     put, tell = protocol.advance(put, event)
     assert (put.phase, tell) == (Phase.FAILED, None)
-    assert protocol.advance(put, Sealed(1)) == (put, None)  # it comes late, and changes nothing
+    assert protocol.advance(put, RankSealed(1)) == (put, None)  # it comes late, and changes nothing
 
 
 def test_pain_2_a_trainer_that_is_gone_is_named_whoever_else_is_waited_for():
-    put, _ = protocol.advance(protocol.begin_put(V1, 3)[0], Lost(2))
+    put, _ = protocol.advance(protocol.begin_put(V1, 3)[0], RankLost(2))
     ranks = Ranks([SimpleNamespace(actor=who) for who in "ABC"])
     publication = SimpleNamespace(name="policy", _ranks=ranks)
     with pytest.raises(VersionNotPutError, match="its process has ended") as raised:
@@ -190,8 +200,8 @@ def test_pain_2_a_trainer_that_is_gone_is_named_whoever_else_is_waited_for():
 
 def test_replicas_that_differ_are_not_published():
     put, _ = protocol.begin_put(V1, 2)
-    put, _ = protocol.advance(put, Sealed(0, {ATOMS[0]: digest(1)}))
-    put, tell = protocol.advance(put, Sealed(1, {ATOMS[0]: digest(2)}))
+    put, _ = protocol.advance(put, RankSealed(0, {ATOMS[0]: digest(1)}))
+    put, tell = protocol.advance(put, RankSealed(1, {ATOMS[0]: digest(2)}))
     assert (put.phase, tell, put.differing) == (Phase.FAILED, None, (ATOMS[0],))
 
 
@@ -199,29 +209,29 @@ def test_whatever_keeps_a_group_from_a_version_the_others_have_it_and_all_is_tol
     class Group:
         name = "policy"
 
-        def __init__(self, found):
-            self.found, self._id, self._turns = found, str(id(self)), Turns("policy")
+        def __init__(self, outcome):
+            self.outcome, self._id, self._turns = outcome, str(id(self)), Turns("policy")
             self._directory = SimpleNamespace(within=lambda *_: nullcontext(), holders=lambda version: [])
 
         def _job(self, version, records, left_s):
             return Job(round=protocol.begin_update(version, 1)[0], errors={}), Tell.STAGE, {}
 
         def _finish(self, job, staged, began_s, timeout_s):
-            if isinstance(self.found, Exception):
-                raise self.found
-            return self.found
+            if isinstance(self.outcome, Exception):
+                raise self.outcome
+            return self.outcome
 
     monkeypatch.setattr(subscription, "drive", lambda jobs, timeout_s, beside: None)
     other, late = InternalError(detail="a tensor has become another"), VersionTimeoutError(name="policy", missing=(0,))
     with pytest.raises(PushError) as raised:
-        subscription.update_all([Group(other), Group("receipt"), Group(late)], V1, 1.0, known=V1)
+        subscription.update_all([Group(other), Group("receipt"), Group(late)], V1, 1.0, resolved=V1)
     same = pickle.loads(pickle.dumps(raised.value))
     for error in (raised.value, same):
         assert error.receipts == (None, "receipt", None)
-        assert [type(one) for one in error.errors] == [InternalError, type(None), VersionTimeoutError]
-    assert subscription.update_all([Group("receipt")], V1, 1.0, known=V1) == ["receipt"]
+        assert [type(group_error) for group_error in error.errors] == [InternalError, type(None), VersionTimeoutError]
+    assert subscription.update_all([Group("receipt")], V1, 1.0, resolved=V1) == ["receipt"]
     with pytest.raises(InternalError):
-        subscription.update_all([Group(other)], V1, 1.0, known=V1)
+        subscription.update_all([Group(other)], V1, 1.0, resolved=V1)
 
 
 def test_a_retry_takes_what_is_missing():

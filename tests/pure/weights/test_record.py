@@ -37,14 +37,14 @@ def library(name: str) -> Library:
 
 def filled(layouts: Mapping[str, Layout], whole: Mapping[str, Any], local: Mapping[str, Any]) -> dict[str, Any]:
     """What the layouts say that rank 0 holds."""
-    found = held_by(layouts, {name: np.asarray(whole[name]) for name in layouts})[0]
-    return {name: found.get(name, np.full(tuple(local[name].shape), UNTOUCHED)) for name in local}
+    tensors = held_by(layouts, {name: np.asarray(whole[name]) for name in layouts})[0]
+    return {name: tensors.get(name, np.full(tuple(local[name].shape), UNTOUCHED)) for name in local}
 
 
 def check(used: Library, loader: Callable[..., object], local: Mapping[str, Any], whole: Mapping[str, Any]) -> Any:
     """Records a loader, and compares with what it does to real tensors."""
     layouts = record_layout(loader, local, whole)
-    real = {name: used.zeros(tuple(one.shape)) + UNTOUCHED for name, one in local.items()}
+    real = {name: used.zeros(tuple(tensor.shape)) + UNTOUCHED for name, tensor in local.items()}
     loader(whole, real)
     for name, array in filled(layouts, whole, local).items():
         np.testing.assert_array_equal(array, used.as_array(real[name]), err_msg=name)
@@ -53,12 +53,12 @@ def check(used: Library, loader: Callable[..., object], local: Mapping[str, Any]
 
 def wholes(used: Library, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """Full tensors, no two elements of which are equal."""
-    found, begin = {}, 1000
+    tensors, begin = {}, 1000
     for name, shape in shapes.items():
-        found[name] = used.zeros(shape)
-        used.as_array(found[name])[...] = np.arange(begin, begin + int(np.prod(shape))).reshape(shape)
+        tensors[name] = used.zeros(shape)
+        used.as_array(tensors[name])[...] = np.arange(begin, begin + int(np.prod(shape))).reshape(shape)
         begin += int(np.prod(shape))
-    return found
+    return tensors
 
 
 @st.composite
@@ -80,8 +80,8 @@ def programs(draw: st.DrawFn) -> tuple[dict[str, tuple[int, int]], Callable[[Lib
         def load(full: Any, local: Any) -> None:
             boxes = [full[name][r : r + height, c : c + width] for name, (r, c) in picks]
             boxes = [box.T if is_turned else box for box in boxes]
-            made = used.stack(boxes) if is_stacked else used.cat(boxes)
-            local["w"][: made.shape[0]] = made
+            joined = used.stack(boxes) if is_stacked else used.cat(boxes)
+            local["w"][: joined.shape[0]] = joined
 
         return load
 
@@ -179,9 +179,9 @@ def test_parameters_without_storage_are_filled_themselves_and_others_are_left_al
         assert local["weight"] is module.weight
         module.weight.data.copy_(full["weight"].to(torch.bfloat16).chunk(2)[1].contiguous())
 
-    found = record_layout(load, dict(module.named_parameters()), {"weight": torch.empty(4, 4, dtype=torch.float16)})
-    assert found["weight"].dtype == "float32"
-    assert [row.box for row in found["weight"].regions.rows] == [((2, 4), (0, 4))]
+    layouts = record_layout(load, dict(module.named_parameters()), {"weight": torch.empty(4, 4, dtype=torch.float16)})
+    assert layouts["weight"].dtype == "float32"
+    assert [row.box for row in layouts["weight"].regions.rows] == [((2, 4), (0, 4))]
     real = torch.nn.Linear(4, 2, bias=False)
     before = real.weight.clone()
     record_layout(lambda full, local: local["weight"].copy_(full["w"]), {"weight": real.weight}, {"w": (2, 4)})
@@ -206,8 +206,8 @@ def test_what_can_not_be_recorded_is_named(name: str) -> None:
     assert "mul" in refused(name, put(lambda full: full["a"] * 2))
     assert "add" in refused(name, put(lambda full: full["a"] + full["b"]))
     assert "of shape [2, 3], expected shape [4, 3]" in refused(name, lambda full, local: local.update(w=full["a"][:2]))
-    assert "no stand-in any more" in refused(name, lambda full, local: local.update(w=3))
-    assert "no stand-in any more" in refused(name, lambda full, local: local.pop("w"))
+    assert "no placeholder any more" in refused(name, lambda full, local: local.update(w=3))
+    assert "no placeholder any more" in refused(name, lambda full, local: local.pop("w"))
 
 
 def test_what_numpy_alone_and_torch_alone_do_is_named() -> None:
@@ -258,8 +258,8 @@ def test_a_turned_column_is_single_elements_unless_they_are_too_many(
 def test_a_list_is_assigned_as_numpy_does_it():
     used = library("numpy")
     whole = wholes(used, {"a": (3,), "b": (3,)})
-    found = check(used, put(lambda full: [full["a"], full["b"]]), {"w": used.zeros((2, 3))}, whole)
-    assert list(found) == ["a", "b"]
+    layouts = check(used, put(lambda full: [full["a"], full["b"]]), {"w": used.zeros((2, 3))}, whole)
+    assert list(layouts) == ["a", "b"]
     assert record_layout(put(lambda full: [1.0, 2.0, 3.0]), {"w": used.zeros((3,))}, whole) == {}
 
 
@@ -280,10 +280,10 @@ def test_what_comes_from_no_full_tensor_is_in_no_region() -> None:
         local["w"].copy_(torch.nn.functional.pad(full["a"][:1], (0, 0, 0, 3), value=1.0))
 
     (padding,) = record_layout(padded, {"w": torch.zeros(4, 3, dtype=torch.float64)}, {"a": (4, 3)}).values()
-    (one,) = record_layout(load, {"w": np.zeros((4, 3))}, {"a": (4, 3)}).values()
-    assert one == padding
-    assert [row.box for row in one.regions.rows] == [((0, 0), (0, 0)), ((0, 1), (0, 3))]
-    assert one.local_shape(0) == (4, 3)
+    (recorded,) = record_layout(load, {"w": np.zeros((4, 3))}, {"a": (4, 3)}).values()
+    assert recorded == padding
+    assert [row.box for row in recorded.regions.rows] == [((0, 0), (0, 0)), ((0, 1), (0, 3))]
+    assert recorded.local_shape(0) == (4, 3)
     assert record_layout(lambda full, local: None, {"w": np.zeros(2)}, {"a": (2,)}) == {}
 
 
@@ -308,10 +308,10 @@ def test_arguments_that_make_no_sense_are_told(local: Any, names: Any, words: st
 
 
 def test_ranks_that_differ_are_told_by_name() -> None:
-    one, other = layout([4], mesh={"r": 1}), layout([4], mesh={"r": 1}, dtype="int8")
-    assert join_layouts([{"a": one}, {"a": one, "b": other}])["b"].regions.rows[0].rank == 1
+    first, other = layout([4], mesh={"r": 1}), layout([4], mesh={"r": 1}, dtype="int8")
+    assert join_layouts([{"a": first}, {"a": first, "b": other}])["b"].regions.rows[0].rank == 1
     with pytest.raises(LayoutError) as caught:
-        join_layouts([{"a": one, "b": layout([4], mesh={"r": 2})}, {"a": other}])
+        join_layouts([{"a": first, "b": layout([4], mesh={"r": 2})}, {"a": other}])
     assert [(v.rank, v.field, v.found) for v in caught.value.violations] == [
         (0, "layout of 'b'", "over 2 ranks"),
         (1, "layout of 'a'", "int8[4]"),

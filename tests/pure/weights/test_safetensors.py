@@ -22,20 +22,20 @@ def some(dtype, shape):
 EVERY = {name: some(dtype, (3, 5)) for name, dtype in _DTYPES.items()}
 
 
-def assert_equal(found, expected):
-    assert list(found) == list(expected)
+def assert_equal(actual, expected):
+    assert list(actual) == list(expected)
     for name, array in expected.items():
-        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape)
-        assert found[name].tobytes() == array.tobytes()
+        assert (actual[name].dtype, actual[name].shape) == (array.dtype, array.shape)
+        assert actual[name].tobytes() == array.tobytes()
 
 
 @pytest.mark.parametrize("align", [1, 8])
 def test_every_dtype_and_shape(tmp_path, align):
     tensors = EVERY | {"number": np.array(7, np.int64), "none": np.zeros((0, 4), np.float32)}
-    found = col.map_safetensors(write(tmp_path / "model.safetensors", tensors, align))
-    assert_equal(found, tensors)
-    assert not any(one.flags.writeable for one in found.values())
-    assert {type(one) for one in found.values()} == {np.ndarray}
+    mapped = col.map_safetensors(write(tmp_path / "model.safetensors", tensors, align))
+    assert_equal(mapped, tensors)
+    assert not any(array.flags.writeable for array in mapped.values())
+    assert {type(array) for array in mapped.values()} == {np.ndarray}
 
 
 @pytest.mark.parametrize("shape", [[1] * 100, [1 << 62, 0]])
@@ -70,31 +70,31 @@ def test_the_library_of_the_format_reads_and_writes_the_same(tmp_path):
         for name, dtype in _DTYPES.items()
     }
     library.save_file(values, tmp_path / "theirs.safetensors")
-    found = col.map_safetensors(tmp_path / "theirs.safetensors")
-    assert {name: one.tobytes() for name, one in found.items()} == {
-        name: one.view(torch.uint8).numpy().tobytes() for name, one in values.items()
+    mapped = col.map_safetensors(tmp_path / "theirs.safetensors")
+    assert {name: array.tobytes() for name, array in mapped.items()} == {
+        name: value.view(torch.uint8).numpy().tobytes() for name, value in values.items()
     }
     ours = library.load_file(write(tmp_path / "ours.safetensors", EVERY))
-    assert {name: one.view(torch.uint8).numpy().tobytes() for name, one in ours.items()} == {
-        name: one.tobytes() for name, one in EVERY.items()
+    assert {name: value.view(torch.uint8).numpy().tobytes() for name, value in ours.items()} == {
+        name: array.tobytes() for name, array in EVERY.items()
     }
 
 
 def test_several_files(tmp_path):
-    one, two = {"a": some("f4", (2, 3)), "b": some("f4", (4,))}, {"c": some("i8", (5,))}
-    write(tmp_path / "1.safetensors", one)
+    first, two = {"a": some("f4", (2, 3)), "b": some("f4", (4,))}, {"c": some("i8", (5,))}
+    write(tmp_path / "1.safetensors", first)
     write(tmp_path / "2.safetensors", two)
-    assert_equal(col.map_safetensors(tmp_path), one | two)
+    assert_equal(col.map_safetensors(tmp_path), first | two)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"c": "2.safetensors", "a": "1.safetensors"}}))
-    assert_equal(col.map_safetensors(str(tmp_path)), two | {"a": one["a"]})
-    assert_equal(col.map_safetensors(tmp_path / INDEX), two | {"a": one["a"]})
+    assert_equal(col.map_safetensors(str(tmp_path)), two | {"a": first["a"]})
+    assert_equal(col.map_safetensors(tmp_path / INDEX), two | {"a": first["a"]})
 
 
 def test_what_is_not_used_is_not_read(tmp_path):
     path = write(tmp_path / "model.safetensors", {"big": np.ones(16 << 20, np.uint8), "used": np.ones(1 << 20, "u1")})
-    found = col.map_safetensors(path)
+    mapped = col.map_safetensors(path)
     assert resident(path) <= 1 << 17
-    assert found["used"].sum() == 1 << 20
+    assert mapped["used"].sum() == 1 << 20
     assert 1 << 20 <= resident(path) <= (1 << 20) + (1 << 18)
 
 
@@ -185,11 +185,11 @@ def test_tensors_that_numpy_can_not_have_are_left_out_and_named(tmp_path):
     (tmp_path / "1.safetensors").write_bytes(a_file(header, size=13))
     for names in (header, ["w", "scale"]):
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "1.safetensors")}))
-        with pytest.warns(UserWarning, match=r"'w' \('F4'\)") as told:
-            found = col.map_safetensors(tmp_path)
-        assert ("F99" in str(told[0].message)) == ("y" in names)
-        assert list(found) == [name for name in names if name in ("x", "scale")]
-    assert found["scale"].dtype == ml_dtypes.float8_e8m0fnu
+        with pytest.warns(UserWarning, match=r"'w' \('F4'\)") as caught:
+            mapped = col.map_safetensors(tmp_path)
+        assert ("F99" in str(caught[0].message)) == ("y" in names)
+        assert list(mapped) == [name for name in names if name in ("x", "scale")]
+    assert mapped["scale"].dtype == ml_dtypes.float8_e8m0fnu
     (tmp_path / "1.safetensors").write_bytes(a_file(header, size=14))
     with pytest.raises(errors.InvalidArgumentError, match="gap or an overlap"):
         col.map_safetensors(tmp_path)

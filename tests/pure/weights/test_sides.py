@@ -45,12 +45,12 @@ from tests.support.values import replace
 @pytest.fixture(autouse=True)
 def here():
     """The actor of both ranks; what reads from it has its store."""
-    made = participant()
-    fetch.register_local(HERE.address.secret, made.store)
-    with entered(made):
-        yield made
+    actor = participant()
+    fetch.register_local(HERE.address.secret, actor.store)
+    with entered(actor):
+        yield actor
     fetch.forget_local(HERE.address.secret)
-    made.close()
+    actor.close()
 
 
 def part_of(name):
@@ -61,9 +61,9 @@ def test_parts_land_before_the_rest_and_what_has_landed_is_not_read_again(here):
     held, mine = tensors(1), tensors(0)
     src, dst = source(here, held), receiver(here, mine)
     dst.open_stream(V1, AMONG)
-    key, found = src.seal_part(V1, AMONG, b"1", "a")
-    assert set(found) == part_of("a")
-    assert dst.land(V1, found, [holder(key)], 1.0) == NBYTES
+    key, digests = src.seal_part(V1, AMONG, b"1", "a")
+    assert set(digests) == part_of("a")
+    assert dst.land(V1, digests, [holder(key)], 1.0) == NBYTES
     held["a"].fill(9)  # it has been sealed
     same, rest = src.seal(V1, AMONG, b"1")
     assert same == key
@@ -74,14 +74,14 @@ def test_parts_land_before_the_rest_and_what_has_landed_is_not_read_again(here):
     assert not any(array.any() for array in mine.values())
     assert dst.show(whole)
     assert all((array == 1).all() for array in mine.values())
-    assert dst.land(V1, found, [holder(key)], 1.0) == 0  # it comes late: what lies here is served now
+    assert dst.land(V1, digests, [holder(key)], 1.0) == 0  # it comes late: what lies here is served now
 
 
 def test_holders_that_do_not_have_the_version_any_more_are_named(here):
     src, dst = source(here, tensors(1)), receiver(here, tensors(0))
-    key, found = src.seal(V1, AMONG, b"1")
-    dst.stage(replace(V1, digests=found), [holder(OTHER), holder(key)], 1.0)
-    assert dst.gone == (OTHER,)
+    key, digests = src.seal(V1, AMONG, b"1")
+    dst.stage(replace(V1, digests=digests), [holder(OTHER), holder(key)], 1.0)
+    assert dst.stale_holders == (OTHER,)
     assert dst.show(V1)
 
 
@@ -89,8 +89,8 @@ def test_a_version_that_is_open_is_not_shown(here):
     src, mine = source(here, tensors(1)), tensors(0)
     dst = receiver(here, mine)
     dst.open_stream(V1, AMONG)
-    key, found = src.seal_part(V1, AMONG, b"1", list(NAMES))
-    dst.land(V1, found, [holder(key)], 1.0)
+    key, digests = src.seal_part(V1, AMONG, b"1", list(NAMES))
+    dst.land(V1, digests, [holder(key)], 1.0)
     assert not dst.state.missing
     assert dst.show(V1) is None
     assert not mine["a"].any()
@@ -104,11 +104,11 @@ def test_another_attempt_seals_all_anew_and_one_that_failed_seals_nothing(here):
     src.fail(V1, b"1", "no such layer")
     with pytest.raises(VersionNotPutError, match="no such layer"):
         src.seal(V1, AMONG, b"1")
-    key, found = src.seal(V1, AMONG, b"2")
+    key, digests = src.seal(V1, AMONG, b"2")
     assert key != first
     mine = tensors(0)
     dst = receiver(here, mine)
-    whole = replace(V1, digests=found)
+    whole = replace(V1, digests=digests)
     dst.stage(whole, [holder(key)], 1.0)
     dst.show(whole)
     assert [float(mine[name][0, 0]) for name in NAMES] == [2, 1, 1]
@@ -117,9 +117,9 @@ def test_another_attempt_seals_all_anew_and_one_that_failed_seals_nothing(here):
 def test_tensors_that_are_given_take_the_place_of_the_published(here):
     held = tensors(1)
     src = source(here, held)
-    key, found = src.seal_part(V1, AMONG, b"1", {"b": np.full((4, 6), 7, np.float32)})
+    key, digests = src.seal_part(V1, AMONG, b"1", {"b": np.full((4, 6), 7, np.float32)})
     _, rest = src.seal(V1, AMONG, b"1")
-    assert found.items() <= rest.items()
+    assert digests.items() <= rest.items()
     mine = tensors(0)
     dst = receiver(here, mine)
     whole = replace(V1, digests=rest)
@@ -152,8 +152,8 @@ def test_what_is_no_part(here, part, match):
 def test_in_place_methods_and_tensors_are_refused_until_a_version_is_shown(here):
     held, mine = tensors(1), tensors(0)
     src, dst = source(here, held), receiver(here, mine, inplace=True)
-    key, found = src.seal(V1, AMONG, b"1")
-    bad = replace(V1, digests={**found, next(iter(part_of("c"))): b"another"})
+    key, digests = src.seal(V1, AMONG, b"1")
+    bad = replace(V1, digests={**digests, next(iter(part_of("c"))): b"another"})
     with pytest.raises(VersionNotWholeError):
         dst.stage(bad, [holder(key)], 1.0)
     assert (mine["a"] == 1).all()
@@ -162,7 +162,7 @@ def test_in_place_methods_and_tensors_are_refused_until_a_version_is_shown(here)
     with pytest.raises(TensorDirtyError):
         source(here, mine).seal(V1, AMONG, b"2")
     assert dst.state.shown is None
-    whole = replace(V1, digests=found)
+    whole = replace(V1, digests=digests)
     assert dst.stage(whole, [holder(key)], 1.0).nbytes == NBYTES  # that of which another digest was wanted
     assert dst.show(whole)
     here.methods.may_begin()
@@ -173,8 +173,8 @@ def test_in_place_methods_and_tensors_are_refused_until_a_version_is_shown(here)
 def test_in_place_what_others_write_before_the_commit_is_not_shown(here):
     src, mine = source(here, tensors(1)), tensors(0)
     dst = receiver(here, mine, inplace=True)
-    key, found = src.seal(V1, AMONG, b"1")
-    whole = replace(V1, digests=found)
+    key, digests = src.seal(V1, AMONG, b"1")
+    whole = replace(V1, digests=digests)
     dst.stage(whole, [holder(key)], 1.0)
     mine["b"][0, 0] = 5
     assert dst.show(whole) is None
@@ -216,7 +216,7 @@ def test_of_publishers_in_a_process_the_newest_stays_whatever_came_last(here):
     agent.detach_source(None, "policy", 2)
     seal(3, 0)
     agent.detach_source(None, "policy", 3)
-    with pytest.raises(VersionNotPutError, match="was closed, or its process was started anew"):
+    with pytest.raises(VersionNotPutError, match="was closed, or its process has restarted"):
         seal(3, 0)
 
 
@@ -225,8 +225,8 @@ def test_small_parts_are_told_together(monkeypatch):
     monkeypatch.setattr(agent, "TOLD_NBYTES", 2 * NBYTES)
     agent.attach_source(None, "policy", 1, KEY, LAYOUTS, 0)
     trainer = SimpleNamespace(layers=lambda: iter(NAMES))
-    told = agent.seal_parts(trainer, "policy", 0, V1, AMONG, b"1", "layers")
-    assert [[name for name, _ in found] for _, found in told] == [["a", "b"], ["c"]]
+    reports = agent.seal_parts(trainer, "policy", 0, V1, AMONG, b"1", "layers")
+    assert [[name for name, _ in digests] for _, digests in reports] == [["a", "b"], ["c"]]
 
 
 def test_in_place_another_driver_ends_what_one_has_left(here, held_here):
@@ -235,8 +235,8 @@ def test_in_place_another_driver_ends_what_one_has_left(here, held_here):
     here.store.free([KEY])
     here.store.put(OTHER, Container.of(held_here, arrays.is_tensor))
     src = source(here, tensors(1))
-    key, found = src.seal(V1, AMONG, b"1")
-    whole = replace(V1, digests=found)
+    key, digests = src.seal(V1, AMONG, b"1")
+    whole = replace(V1, digests=digests)
     assert agent.attach_receiver(None, "policy", "first", OTHER, layouts, 0, True)[1] is None
     agent.stage(None, "first", 0, whole, [holder(key)], 1.0)
     assert agent.attach_receiver(None, "policy", "second", OTHER, layouts, 0, True)[1] is None
@@ -249,8 +249,8 @@ def test_in_place_another_driver_ends_what_one_has_left(here, held_here):
 
 def test_tensors_that_others_subscribe_otherwise_are_theirs(here, held_here):
     src = source(here, tensors(1))
-    key, found = src.seal(V1, AMONG, b"1")
-    whole, before = replace(V1, digests=found), here.store.statistics().held
+    key, digests = src.seal(V1, AMONG, b"1")
+    whole, before = replace(V1, digests=digests), here.store.statistics().held
     agent.attach_receiver(None, "policy", "first", KEY, LAYOUTS, 0, False)
     agent.stage(None, "first", 0, whole, [holder(key)], 1.0)
     assert agent.show(None, "first", 0, whole)
@@ -258,7 +258,7 @@ def test_tensors_that_others_subscribe_otherwise_are_theirs(here, held_here):
     agent.attach_receiver(None, "policy", "second", KEY, LAYOUTS, 0, True)
     assert here.store.statistics().held == before  # the second set of the other is given up
     assert agent.shown("first") == (False, None)
-    with pytest.raises(VersionNotWholeError, match="others subscribed its tensors"):
+    with pytest.raises(VersionNotWholeError, match="another subscription has its tensors"):
         agent.stage(None, "first", 0, whole, [holder(key)], 1.0)
     assert agent.stage(None, "second", 0, whole, [holder(key)], 1.0)[0].nbytes == 3 * NBYTES
     assert held_here["a"].all()
@@ -276,15 +276,15 @@ def test_tensors_that_have_become_others_are_refused_before_anything_is_copied(h
     torch = pytest.importorskip("torch")
     held, mine = ({name: torch.full((4, 6), float(at)) for name in NAMES} for at in range(2))
     src, dst = source(here, held), receiver(here, mine)
-    key, found = src.seal(V1, AMONG, b"1")
-    dst.stage(replace(V1, digests=found), [holder(key)], 1.0)
+    key, digests = src.seal(V1, AMONG, b"1")
+    dst.stage(replace(V1, digests=digests), [holder(key)], 1.0)
     mine["c"].data = mine["c"].half()
     held["c"].data = held["c"].double()
     with pytest.raises(LayoutError, match=r"tensor 'c'.*float16\[4, 6\] on cpu.*float32\[4, 6\] on cpu, as before"):
         dst.show(V1)
     with pytest.raises(LayoutError):  # before other ranks show
-        dst.stage(replace(V1, number=2, digests=found), [holder(key)], 1.0)
-    assert all((one == 1).all() for one in mine.values())
+        dst.stage(replace(V1, number=2, digests=digests), [holder(key)], 1.0)
+    assert all((tensor == 1).all() for tensor in mine.values())
     with pytest.raises(LayoutError, match=r"float64\[4, 6\]"):
         src.seal(V1, AMONG, b"2")
 
@@ -294,9 +294,9 @@ def test_torch_is_told_that_tensors_were_written(here, inplace):
     torch = pytest.importorskip("torch")
     src, mine = source(here, tensors(1)), {name: torch.zeros(4, 6, requires_grad=True) for name in NAMES}
     dst = receiver(here, mine, inplace=inplace)
-    key, found = src.seal(V1, AMONG, b"1")
+    key, digests = src.seal(V1, AMONG, b"1")
     loss = (mine["a"] * mine["b"]).sum()
-    dst.stage(replace(V1, digests=found), [holder(key)], 1.0)
+    dst.stage(replace(V1, digests=digests), [holder(key)], 1.0)
     assert dst.show(V1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -305,21 +305,21 @@ def test_torch_is_told_that_tensors_were_written(here, inplace):
 def test_in_place_in_another_byte_order(here):
     src, mine = source(here, tensors(1)), {name: np.zeros((4, 6), ">f4") for name in NAMES}
     dst = receiver(here, mine, inplace=True)
-    key, found = src.seal(V1, AMONG, b"1")
-    dst.stage(replace(V1, digests=found), [holder(key)], 1.0)
+    key, digests = src.seal(V1, AMONG, b"1")
+    dst.stage(replace(V1, digests=digests), [holder(key)], 1.0)
     assert dst.show(V1)
-    assert all((one == 1).all() for one in mine.values())
+    assert all((tensor == 1).all() for tensor in mine.values())
 
 
 def test_an_actor_of_two_ranks_shows_a_version_when_both_do(here, held_here):
     more = tensors(0)
     here.store.put(OTHER, Container.of(more, arrays.is_tensor))
-    key, found = source(here, tensors(1)).seal(V1, AMONG, b"1")
+    key, digests = source(here, tensors(1)).seal(V1, AMONG, b"1")
     layouts = {name: layout([4, 6], mesh={"rank": 2}, dtype="float32") for name in NAMES}
-    for rank, one in enumerate((KEY, OTHER)):
-        agent.attach_receiver(None, "policy", "sub", one, layouts, rank, False)
+    for rank, held_key in enumerate((KEY, OTHER)):
+        agent.attach_receiver(None, "policy", "sub", held_key, layouts, rank, False)
     for rank, expected in enumerate((None, V1)):
-        agent.stage(None, "sub", rank, replace(V1, digests=found), [holder(key)], 1.0)
+        agent.stage(None, "sub", rank, replace(V1, digests=digests), [holder(key)], 1.0)
         assert agent.show(None, "sub", rank, V1)
         assert agent.shown("sub") == (True, expected)
 
@@ -328,10 +328,10 @@ def test_an_actor_of_two_ranks_shows_a_version_when_both_do(here, held_here):
 def test_tensors_that_a_failed_collective_has_left_dirty_are_subscribed_and_overwritten(here, held_here, inplace):
     array = held_here["b"]
     here.store.mark_dirty([arrays.byte_range(array)], [array])
-    key, found = source(here, tensors(1)).seal(V1, AMONG, b"1")
+    key, digests = source(here, tensors(1)).seal(V1, AMONG, b"1")
     agent.attach_receiver(None, "policy", "sub", KEY, LAYOUTS, 0, inplace)
     assert here.store.statistics().dirty == 1
-    agent.stage(None, "sub", 0, replace(V1, digests=found), [holder(key)], 1.0)
+    agent.stage(None, "sub", 0, replace(V1, digests=digests), [holder(key)], 1.0)
     assert agent.show(None, "sub", 0, V1)
     assert here.store.statistics().dirty == 0
     assert (array == 1).all()
@@ -341,11 +341,11 @@ def test_a_side_of_which_one_rank_refuses_is_ended_on_all(monkeypatch):
     def refused(refs, timeout):
         raise RayTaskError("attach_receiver", "", refusal("subscribe", "", (wrong_layout("dtype", "int8", "int64"),)))
 
-    called, asked = [], []
+    called, retrieved = [], []
 
     def call(self, rank, *args):
         called.append((rank, *args))
-        return SimpleNamespace(future=lambda: asked.append(rank))
+        return SimpleNamespace(future=lambda: retrieved.append(rank))
 
     monkeypatch.setattr(ray, "get", refused)
     monkeypatch.setattr(Ranks, "call", call)
@@ -353,20 +353,20 @@ def test_a_side_of_which_one_rank_refuses_is_ended_on_all(monkeypatch):
     side.op, side.refs, side.handles, side.layouts = "subscribe", [None, None], [SimpleNamespace(key=KEY)] * 2, LAYOUTS
     with pytest.raises(LayoutError):
         side.check()
-    assert asked == [0, 1]  # or Ray logs what the other has raised as an unhandled error
+    assert retrieved == [0, 1]  # or Ray logs what the other has raised as an unhandled error
     called.clear()
-    asked.clear()
+    retrieved.clear()
     with pytest.raises(LayoutError):
         side.attach(agent.attach_receiver, lambda rank: (), (agent.drop_receiver, "sub"))
     assert called[2:] == [(0, agent.drop_receiver, "sub"), (1, agent.drop_receiver, "sub")]
-    assert asked == [0, 1]
+    assert retrieved == [0, 1]
 
 
 def test_who_is_dropped_serves_nothing_and_refuses_what_it_refused(here, held_here):
     before = here.store.statistics().held
-    key, found = source(here, tensors(1)).seal(V1, AMONG, b"1")
+    key, digests = source(here, tensors(1)).seal(V1, AMONG, b"1")
     agent.attach_receiver(None, "policy", "sub", KEY, LAYOUTS, 0, True)
-    agent.stage(None, "sub", 0, replace(V1, digests=found), [holder(key)], 1.0)
+    agent.stage(None, "sub", 0, replace(V1, digests=digests), [holder(key)], 1.0)
     agent.drop_receiver(None, "sub")
     assert (agent.shown("sub"), here.store.statistics().held) == ((False, None), before + 1)
     with pytest.raises(VersionDirtyError):

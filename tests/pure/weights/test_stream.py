@@ -9,7 +9,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 
 from raycollect.errors import InvalidArgumentError
 from raycollect.weights import protocol, publication
-from raycollect.weights.protocol import Failed, Lost
+from raycollect.weights.protocol import RankFailed, RankLost
 from raycollect.weights.publication import Publication
 from raycollect.weights.ranks import Job, event_of
 from raycollect.weights.stream import Stream
@@ -17,27 +17,29 @@ from raycollect.weights.subscription import Subscription
 from tests.pure.weights.sides import AMONG, LAYOUTS, NAMES, V1
 
 
-@pytest.mark.parametrize(("error", "event"), [(RayActorError(), Lost), (ActorUnavailableError("no way", None), Failed)])
+@pytest.mark.parametrize(
+    ("error", "event"), [(RayActorError(), RankLost), (ActorUnavailableError("no way", None), RankFailed)]
+)
 def test_who_can_not_be_reached_is_not_taken_for_dead(error, event):
     def heard():
         raise error
 
     job = Job(round=protocol.begin_put(V1, 1)[0], errors={})
     assert type(event_of(job, 0, heard)) is event
-    assert event is Lost or "which may live: The actor None is unavailable: no way" in str(job.errors[0])
+    assert event is RankLost or "which may live: The actor None is unavailable: no way" in str(job.errors[0])
 
 
 def test_a_part_is_asked_of_those_who_have_sealed_it():
     places = [dict.fromkeys(AMONG, (0, (0, 0)))] * 2
     replicas = SimpleNamespace(_ranks=[None, None], _places_on=places.__getitem__, _holder=lambda rank, key: rank)
-    made = Stream(replicas, [], V1, AMONG)
+    stream = Stream(replicas, [], V1, AMONG)
     for rank, names in enumerate((NAMES, NAMES[:1])):
-        made._keys[rank] = b"key"
-        made._has[rank].update(atom for atom in AMONG if atom[0] in names)
-    holders = made._holders(dict.fromkeys(AMONG, b"digest"))
+        stream._keys[rank] = b"key"
+        stream._has[rank].update(atom for atom in AMONG if atom[0] in names)
+    holders = stream._holders(dict.fromkeys(AMONG, b"digest"))
     assert [(rank, [name for name, _ in some]) for rank, some in holders] == [(0, list(NAMES)), (1, ["a"])]
     replicas._places_on = lambda rank: {}  # another stream has begun, whose receivers cut otherwise
-    assert made._holders(dict.fromkeys(AMONG, b"digest")) == []
+    assert stream._holders(dict.fromkeys(AMONG, b"digest")) == []
 
 
 @pytest.mark.parametrize("number", [1, 0, 1 << 63, True, "2"])

@@ -17,7 +17,7 @@ from tests.pure.weights import vllm_workers  # noqa: E402 - it needs torch
 from tests.pure.weights.vllm_workers import Client, Source, shown, values  # noqa: E402
 
 KINDS = {"positional": inspect.Parameter.POSITIONAL_OR_KEYWORD, "keyword": inspect.Parameter.KEYWORD_ONLY}
-RECORDED = {cls: one for module in INTERFACE["modules"].values() for cls, one in module.items()}
+RECORDED = {cls: classes for module in INTERFACE["modules"].values() for cls, classes in module.items()}
 
 
 @pytest.fixture
@@ -36,16 +36,18 @@ def parameters(owner, name):
     """(name, kind, default in the source's words) of a method's parameters, `self` and `cls` too."""
     method = inspect.getattr_static(owner, name)
     function = method.fget if isinstance(method, property) else getattr(method, "__func__", method)
-    found = inspect.signature(function).parameters.values()
-    return [(one.name, one.kind, None if one.default is one.empty else repr(one.default)) for one in found]
+    signature = inspect.signature(function).parameters.values()
+    return [
+        (param.name, param.kind, None if param.default is param.empty else repr(param.default)) for param in signature
+    ]
 
 
 def recorded(name, method):
-    return [(one, KINDS[kind], default) for one, kind, default in RECORDED[name]["methods"][method]["parameters"]]
+    return [(param, KINDS[kind], default) for param, kind, default in RECORDED[name]["methods"][method]["parameters"]]
 
 
 @pytest.mark.parametrize(
-    ("cls", "method"), [(cls, method) for cls, one in RECORDED.items() for method in one["methods"]]
+    ("cls", "method"), [(cls, method) for cls, record in RECORDED.items() for method in record["methods"]]
 )
 def test_the_fake_has_the_signatures_of_the_recording(cls, method):
     owner = getattr(fake_vllm, cls)
@@ -60,12 +62,12 @@ def test_the_fake_has_the_signatures_of_the_recording(cls, method):
 )
 def test_the_engines_have_the_signatures_of_the_recording(vllm, ours, theirs):
     engine = getattr(vllm, ours)
-    for method, one in RECORDED[theirs]["methods"].items():
-        found, expected = parameters(engine, method), recorded(theirs, method)
-        more = found[len(expected) :]
-        assert found[: len(expected)] == expected, method
+    for method, record in RECORDED[theirs]["methods"].items():
+        actual, expected = parameters(engine, method), recorded(theirs, method)
+        more = actual[len(expected) :]
+        assert actual[: len(expected)] == expected, method
         assert all(default is not None for _, _, default in more), f"{method}: {more}"
-        if "abstractmethod" in one["decorators"]:
+        if "abstractmethod" in record["decorators"]:
             assert method in vars(engine), f"{method} is left abstract"
     assert not engine.__abstractmethods__
     for name, value in RECORDED[theirs]["fields"]:
@@ -119,9 +121,9 @@ def trainers(vllm, crew):
     begun, engines = [], []
 
     def make(workers, source, rank=0, **options):
-        new = [one for one in workers if one not in begun]
-        for one in new:
-            one.call(vllm_workers.begin, workers.index(one), len(workers))
+        new = [worker for worker in workers if worker not in begun]
+        for worker in new:
+            worker.call(vllm_workers.begin, workers.index(worker), len(workers))
         begun.extend(new)
         info = vllm.TrainerInitInfo(
             rank=rank,
@@ -135,20 +137,20 @@ def trainers(vllm, crew):
         return engines[-1]
 
     yield make
-    for one in engines:
-        one.shutdown()
-    for one in begun:
-        if one.process.is_alive():
-            one.call(vllm_workers.end)
+    for side in engines:
+        side.shutdown()
+    for side in begun:
+        if side.process.is_alive():
+            side.call(vllm_workers.end)
 
 
 def loaded(workers):
-    return [one.call(vllm_workers.look)[:2] for one in workers]
+    return [worker.call(vllm_workers.look)[:2] for worker in workers]
 
 
 def updates(workers):
     """How many updates were begun in each, and how many have ended."""
-    return [one.call(vllm_workers.look)[2:] for one in workers]
+    return [worker.call(vllm_workers.look)[2:] for worker in workers]
 
 
 @pytest.mark.parametrize("bucket_nbytes", [64 << 20, 64])
@@ -158,7 +160,7 @@ def test_pain_1_updates_are_loaded_by_all_or_none(trainers, crew, bucket_nbytes)
     for source.version in (1, 2):
         engine.send_weights()
         expected = shown(values(source.version)), str(source.version), source.version, source.version
-        assert [one.call(vllm_workers.look) for one in workers] == [expected] * 2
+        assert [worker.call(vllm_workers.look) for worker in workers] == [expected] * 2
 
     workers[1].call(vllm_workers.spoil)
     source.version = 7
@@ -200,7 +202,7 @@ def test_ranks_of_the_trainer_that_do_not_send_only_gather(trainers, crew):
 def test_pain_2_a_source_that_gives_less_than_it_says_is_told_at_once(trainers, crew):
     workers = crew.take(1)
     engine = trainers(workers, Source(1, leaves_out=1), timeout_s=2)
-    with pytest.raises(ValueError, match="says 'embed'"):
+    with pytest.raises(ValueError, match="not 'embed'"):
         engine.send_weights()
     assert loaded(workers) == [({}, None)]
     assert updates(workers) == [(1, 1)]
@@ -221,7 +223,7 @@ def test_pain_1_a_worker_without_a_group_ends_the_update(crew):
 def test_pain_2_the_source_comes_to_its_end_and_gives_no_more_than_it_says(trainers, crew):
     workers, source = crew.take(1), Source(1, more=["bias"])
     engine = trainers(workers, source)
-    with pytest.raises(ValueError, match="gives 'bias' as well"):
+    with pytest.raises(ValueError, match="also yields 'bias'"):
         engine.send_weights()
     assert loaded(workers) == [({}, None)]
     assert updates(workers) == [(1, 1)]

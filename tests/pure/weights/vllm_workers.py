@@ -28,7 +28,10 @@ def values(version):
 
 
 def shown(state):
-    return {name: (str(one.dtype), tuple(one.shape), one.float().unique().tolist()) for name, one in state.items()}
+    return {
+        name: (str(tensor.dtype), tuple(tensor.shape), tensor.float().unique().tolist())
+        for name, tensor in state.items()
+    }
 
 
 # ---------------------------------------------------------------------------------------------- in a worker
@@ -100,9 +103,9 @@ class Client(fake_vllm.VLLMWeightSyncClient):
         self.workers = workers
 
     def _all(self, function, *args):
-        calls = [one.start(function, *args) for one in self.workers]
-        for one in calls:
-            one.result(60)
+        calls = [worker.start(function, *args) for worker in self.workers]
+        for call in calls:
+            call.result(60)
 
     def init_weight_transfer_engine(self, init_info):
         self._all(init_weight_transfer_engine, init_info)
@@ -125,7 +128,7 @@ class Source(fake_vllm.WeightSource):
 
     @cached_property
     def metadata(self):
-        return [fake_vllm.ParamMeta(name, one.dtype, tuple(one.shape)) for name, one in values(0).items()]
+        return [fake_vllm.ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in values(0).items()]
 
     def iter_full(self):
         for name, tensor in list(values(self.version).items())[self.leaves_out :]:

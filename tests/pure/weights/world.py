@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 
 from raycollect.weights import protocol
 from raycollect.weights.protocol import (
-    Failed,
-    Lost,
+    RankFailed,
+    RankLost,
+    RankSealed,
+    RankSealedPart,
+    RankShown,
     RankState,
-    Round,
-    Sealed,
-    SealedPart,
-    Shown,
+    RankVerified,
     Tell,
-    Verified,
     Version,
+    VersionRound,
 )
 from tests.support.values import replace
 
@@ -49,17 +49,17 @@ class Reader:
 @dataclass(frozen=True)
 class World:
     slots: tuple[tuple[int, int], ...] = ((0, 0), (0, 0))  # of each trainer: the version that it keeps, and its value
-    put: Round | None = None
+    put: VersionRound | None = None
     posted: Version | None = None
-    update: Round | None = None
-    told: tuple[tuple[Tell, int], ...] = ()  # what processes were told, and have not done
+    update: VersionRound | None = None
+    orders: tuple[tuple[Tell, int], ...] = ()  # what processes were told, and have not done
     heard: tuple[tuple[str, object], ...] = ()  # what is on its way back
     readers: tuple[Reader, ...] = (Reader(),) * RANKS
     dead: frozenset[object] = frozenset()
     puts: int = 0
     updates: int = 0
     faults: int = 1
-    receipts: tuple[Round, ...] = ()
+    receipts: tuple[VersionRound, ...] = ()
     at_show: tuple[tuple[int, frozenset[int]], ...] = ()  # version told to be shown, the ranks that are to show it
     torn: frozenset[int] = frozenset()  # trainers in the middle of a copy
     is_streamed: bool = False
@@ -69,13 +69,13 @@ class World:
 
     @property
     def key(self) -> object:
-        readers = tuple((*_ranked(one.state), one.back, one.front) for one in self.readers)
+        readers = tuple((*_ranked(reader.state), reader.back, reader.front) for reader in self.readers)
         rounds = tuple(
-            one and (one.version, one.phase, one.waiting, frozenset(one.done), one.lost)
-            for one in (self.put, self.update)
+            state and (state.version, state.phase, state.waiting, frozenset(state.done), state.lost)
+            for state in (self.put, self.update)
         )
         heard = tuple((who, type(event), event.rank) for who, event in self.heard)
-        rest = (self.slots, rounds, self.posted, self.told, heard, readers, self.dead, self.puts, self.updates)
+        rest = (self.slots, rounds, self.posted, self.orders, heard, readers, self.dead, self.puts, self.updates)
         return (*rest, self.faults, len(self.receipts), self.at_show, self.torn, self.parted, self.landing)
 
 
@@ -85,18 +85,18 @@ def _ranked(state: RankState) -> tuple[object, ...]:
         state.staged,
         state.is_open,
         state.is_dirty,
-        *(tuple(sorted(one.items())) for one in (state.wanted, state.landed)),
+        *(tuple(sorted(digests.items())) for digests in (state.wanted, state.landed)),
     )
 
 
 def steps(world: World, most_puts: int, most_updates: int) -> Iterator[tuple[str, World]]:
     yield from _drivers(world, most_puts, most_updates)
-    for at, (tell, rank) in enumerate(world.told):
-        left = replace(world, told=world.told[:at] + world.told[at + 1 :])
+    for at, (tell, rank) in enumerate(world.orders):
+        left = replace(world, orders=world.orders[:at] + world.orders[at + 1 :])
         if tell is Tell.SEAL:
             yield from _seal(left, world, rank)
         elif ("reader", rank) in world.dead:
-            yield f"Ray says that reader {rank} is dead", _say(left, DRIVER, Lost(rank))
+            yield f"Ray says that reader {rank} is dead", _say(left, DRIVER, RankLost(rank))
         elif tell is Tell.STAGE:
             yield from _stage(left, world, rank)
         else:
@@ -120,7 +120,7 @@ def _drivers(world: World, most_puts: int, most_updates: int) -> Iterator[tuple[
         return
     if world.update is not None and not world.update.is_over and world.update.waiting:
         some = min(world.update.waiting)
-        yield "the driver's time is over", _hear(world, DRIVER, Failed(some))
+        yield "the driver's time is over", _hear(world, DRIVER, RankFailed(some))
     if world.posted and world.updates < most_updates and (world.update is None or world.update.is_over):
         update, tell = protocol.begin_update(world.posted, RANKS)
         yield "update", _tell(replace(world, update=update, updates=world.updates + 1), tell, update.waiting)
@@ -128,23 +128,23 @@ def _drivers(world: World, most_puts: int, most_updates: int) -> Iterator[tuple[
 
 def _seal(left: World, world: World, rank: int) -> Iterator[tuple[str, World]]:
     if ("trainer", rank) in world.dead:
-        yield f"Ray says that trainer {rank} is dead", _say(left, PUBLISHER, Lost(rank))
+        yield f"Ray says that trainer {rank} is dead", _say(left, PUBLISHER, RankLost(rank))
     elif rank not in world.torn:
         torn = replace(world, slots=_set(world.slots, rank, (0, TORN)), torn=world.torn | {rank})
         yield f"trainer {rank} begins to copy", torn
     else:
         value = world.puts  # what it was told last: a publisher tells in order
-        found = {ATOMS[rank]: digest(value)}
+        digests = {ATOMS[rank]: digest(value)}
         sealed = replace(world, slots=_set(world.slots, rank, (value, value)))
         if world.is_streamed and rank not in world.parted:
             part = replace(sealed, parted=world.parted | {rank})
-            yield f"trainer {rank} has sealed a part", _say(part, PUBLISHER, SealedPart(rank, found))
+            yield f"trainer {rank} has sealed a part", _say(part, PUBLISHER, RankSealedPart(rank, digests))
             if world.faults:
                 failed = replace(left, faults=world.faults - 1, torn=world.torn - {rank})
-                yield f"a layer of trainer {rank} fails", _say(failed, PUBLISHER, Failed(rank))
+                yield f"a layer of trainer {rank} fails", _say(failed, PUBLISHER, RankFailed(rank))
             return
-        done = replace(sealed, told=left.told, torn=world.torn - {rank}, parted=world.parted - {rank})
-        yield f"trainer {rank} has sealed", _say(done, PUBLISHER, Sealed(rank, found))
+        done = replace(sealed, orders=left.orders, torn=world.torn - {rank}, parted=world.parted - {rank})
+        yield f"trainer {rank} has sealed", _say(done, PUBLISHER, RankSealed(rank, digests))
 
 
 def _land(left: World, rank: int, version: Version, place: int, digested: bytes) -> Iterator[tuple[str, World]]:
@@ -171,21 +171,21 @@ def _stage(left: World, world: World, rank: int) -> Iterator[tuple[str, World]]:
     version, reader = world.update.version, world.readers[rank]
     if reader.state.staged != version:
         if world.inplace:
-            found = {atom: digest(value) for atom, value in zip(ATOMS, reader.back, strict=True)}
-            state = protocol.stage_in_place(reader.state, version, version.digests, found)
+            present = {atom: digest(value) for atom, value in zip(ATOMS, reader.back, strict=True)}
+            state = protocol.stage_in_place(reader.state, version, version.digests, present)
         else:
             state = protocol.stage(reader.state, version, version.digests)
         yield f"reader {rank} begins", _with(world, rank, replace(reader, state=state))
         return
     if not reader.state.missing:
-        yield f"reader {rank} has all", _say(left, DRIVER, Verified(rank, dict(reader.state.landed)))
+        yield f"reader {rank} has all", _say(left, DRIVER, RankVerified(rank, dict(reader.state.landed)))
         return
     atom = reader.state.missing[0]
     place = ATOMS.index(atom)
-    found = {slot[1] for at, slot in enumerate(world.slots) if at == place and ("trainer", at) not in world.dead}
-    others = (one for at, one in enumerate(world.readers) if at != rank and ("reader", at) not in world.dead)
-    found |= {one.back[place] for one in others if one.state.shown == one.state.staged == version}
-    arriving = [(f"{value} comes to reader {rank}", value, world) for value in sorted(found)]
+    present = {slot[1] for at, slot in enumerate(world.slots) if at == place and ("trainer", at) not in world.dead}
+    others = (other for at, other in enumerate(world.readers) if at != rank and ("reader", at) not in world.dead)
+    present |= {other.back[place] for other in others if other.state.shown == other.state.staged == version}
+    arriving = [(f"{value} comes to reader {rank}", value, world) for value in sorted(present)]
     if world.faults:
         faulty = replace(world, faults=world.faults - 1)
         arriving.append((f"a byte flips on its way to reader {rank}", FLIPPED, faulty))
@@ -194,23 +194,23 @@ def _stage(left: World, world: World, rank: int) -> Iterator[tuple[str, World]]:
         state = protocol.land(reader.state, version, {atom: digest(value)})
         if (state, back) != (reader.state, reader.back):  # else it asks another holder, or again
             yield name, _with(then, rank, Reader(state, back, back if world.inplace else reader.front))
-    yield f"reader {rank} finds no holder", _say(left, DRIVER, Failed(rank))
+    yield f"reader {rank} finds no holder", _say(left, DRIVER, RankFailed(rank))
 
 
 def _show(left: World, rank: int) -> World:
     version, reader = left.update.version, left.readers[rank]
     if not protocol.may_show(reader.state, version):
-        return _say(left, DRIVER, Failed(rank))
+        return _say(left, DRIVER, RankFailed(rank))
     shown = Reader(protocol.show(reader.state, version), reader.back, reader.back)
-    return _say(_with(left, rank, shown), DRIVER, Shown(rank))
+    return _say(_with(left, rank, shown), DRIVER, RankShown(rank))
 
 
 def _hear(world: World, who: str, event: object) -> World:
     if who == PUBLISHER:
         put, tell = protocol.advance(world.put, event)
         if tell is Tell.LAND:
-            told = (0, put.version, event.rank, event.digests[ATOMS[event.rank]])  # the other reader takes no parts
-            return replace(world, put=put, landing=(*world.landing, told))
+            part = (0, put.version, event.rank, event.digests[ATOMS[event.rank]])  # the other reader takes no parts
+            return replace(world, put=put, landing=(*world.landing, part))
         return replace(world, put=put, posted=put.version if tell is Tell.POST else world.posted)
     before = world.update
     update, tell = protocol.advance(before, event)
@@ -242,11 +242,11 @@ def _faults(world: World) -> Iterator[tuple[str, World]]:
 def restarted(world: World) -> World:
     """What is left, with another driver for the readers, and no more faults."""
     dead = world.dead - {DRIVER}
-    return replace(world, dead=dead, update=None, told=(), heard=(), faults=0, torn=frozenset())
+    return replace(world, dead=dead, update=None, orders=(), heard=(), faults=0, torn=frozenset())
 
 
 def _tell(world: World, tell: Tell, ranks: frozenset[int]) -> World:
-    return replace(world, told=(*world.told, *((tell, rank) for rank in sorted(ranks))))
+    return replace(world, orders=(*world.orders, *((tell, rank) for rank in sorted(ranks))))
 
 
 def _say(world: World, who: str, event: object) -> World:
