@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from raycollect.backends.arrays import Array, native
-from raycollect.core.model import PIECES, Kernel, OpKind, ReduceOp, TensorInfo
+from raycollect.core.model import Kernel, OpKind, ReduceOp, TensorInfo
+from raycollect.core.operations import PIECES
 from raycollect.planner.fusion import PACKED_UP_TO_NBYTES
 
 _LEAST_NBYTES = 64 << 10

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from raycollect.backends import arrays, folds
-from raycollect.core.model import PIECES, TENSOR, Key, OpKind, ReduceOp, Structure, TensorInfo
+from raycollect.core.model import TENSOR, Key, OpKind, ReduceOp, Structure, TensorInfo
+from raycollect.core.operations import PIECES
 from raycollect.engine.agreement import Side, Spec, learn, piece_fault
 from raycollect.errors import Violation
 from raycollect.errors.text import too_large
@@ -113,7 +114,7 @@ class TaskBuffers:
             if buffer.role is not Role.LEARNED:
                 continue
             root = share.ranks.index(share.root) if share.root in share.ranks else -1
-            side = learn(specs, share.ranks.index(share.rank), root)
+            side = learn(specs, share.ranks.index(share.rank), root, of_all=buffer.scratch)
             self._allocate(index, side.structure, side.tensors)
             made = self.buffers[index]
             if made is not None:
@@ -152,14 +153,14 @@ class TaskBuffers:
         return None
 
     def _is_in_pieces(self, index: int) -> bool:
-        # Of the operation, or a scratch like it.
-        if self._kind not in PIECES:
-            return False
+        # Of the operation, or a scratch: like it, or of what all ranks give.
         template = self._template
         buffer = template.buffers[index]
+        if buffer.scratch and buffer.role is Role.LEARNED:
+            return True
         if buffer.scratch and buffer.role is Role.LIKE:
             index = buffer.source
-        gives, takes = PIECES[self._kind]
+        gives, takes = PIECES.get(self._kind, _WHOLE)
         if index == template.src and gives:
             return True
         return takes and (index == template.dst or buffer.scratch)

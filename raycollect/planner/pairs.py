@@ -26,7 +26,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from raycollect.core.model import OpKind, Pricing
-from raycollect.planner.cost import FREE, Cost, Layout, Line, depth, launch, priced
+from raycollect.planner.cost import FREE, Cost, HostLayout, Line, depth, launch, priced
 from raycollect.planner.ir import Part
 from raycollect.planner.membership import Membership
 from raycollect.planner.template import Buffer, Local, Role, Step, Template
@@ -96,11 +96,11 @@ def _binomial(ranks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             yield at, ranks[giver], ranks[giver + (1 << at)]
 
 
-def tree_cost(kind: OpKind, pricing: Pricing, layout: Layout) -> Cost:
+def tree_cost(kind: OpKind, pricing: Pricing, layout: HostLayout) -> Cost:
     """The cost of a tree."""
     line = _hops(pricing, layout.one_host(2), depth(layout.largest))
-    line += _hops(pricing, layout.pair(layout.between), depth(layout.host_count))
-    return Cost(line=line, inside=layout.world - layout.host_count, between=layout.host_count - 1)
+    line += _hops(pricing, layout.pair(layout.between), depth(layout.hosts))
+    return Cost(line=line, inside=layout.world - layout.hosts, between=layout.hosts - 1)
 
 
 def ring(part: Part, membership: Membership) -> Written:
@@ -126,12 +126,12 @@ def _phases(world: int) -> tuple[range, ...]:
     return range(0, world - 1, 2), range(1, world, 2), range(world - 1, world)
 
 
-def ring_cost(kind: OpKind, pricing: Pricing, layout: Layout) -> Cost:
+def ring_cost(kind: OpKind, pricing: Pricing, layout: HostLayout) -> Cost:
     """The cost of a ring."""
     world = layout.world
     if world == 1:
         return FREE
-    far = layout.host_count if layout.host_count > 1 else 0
+    far = layout.hosts if layout.hosts > 1 else 0
     pair = layout.pair(layout.between) if far else layout.one_host(2)
     line = _hops(pricing, pair, len(_phases(world)) * (world - 1))
     return Cost(line=line, inside=(world - far) * (world - 1), between=far * (world - 1))
@@ -202,7 +202,7 @@ _PAIRWISE: dict[OpKind, Callable[[Part, _StepWriter], None]] = {
 }
 
 
-def pairwise_cost(kind: OpKind, pricing: Pricing, layout: Layout) -> Cost:
+def pairwise_cost(kind: OpKind, pricing: Pricing, layout: HostLayout) -> Cost:
     """The cost of pairwise exchange."""
     world = layout.world
     if world == 1:
@@ -212,7 +212,7 @@ def pairwise_cost(kind: OpKind, pricing: Pricing, layout: Layout) -> Cost:
         near, far = layout.root_size - 1, world - layout.root_size
         line = _hops(pricing, layout.one_host(2), near, share) + _hops(pricing, layout.pair(layout.between), far, share)
         return Cost(line=line, inside=near * share, between=far * share)
-    far_pair = layout.pair(layout.between) if layout.host_count > 1 else layout.one_host(2)
+    far_pair = layout.pair(layout.between) if layout.hosts > 1 else layout.one_host(2)
     rounds = world - 1 + world % 2
     begun = launch(pricing, far_pair) + priced(OpKind.SEND, pricing, far_pair).times(2)
     busiest = max(ranks * (world - ranks) for ranks, _ in layout.sizes)
@@ -224,6 +224,6 @@ def pairwise_cost(kind: OpKind, pricing: Pricing, layout: Layout) -> Cost:
     )
 
 
-def _hops(pricing: Pricing, pair: Layout, count: int, share: float = 1) -> Line:
+def _hops(pricing: Pricing, pair: HostLayout, count: int, share: float = 1) -> Line:
     begun, sent = launch(pricing, pair).line, priced(OpKind.SEND, pricing, pair).line
     return Line(count * (begun.fixed_s + sent.fixed_s), count * share * sent.per_byte_s)

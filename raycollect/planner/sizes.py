@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from raycollect.core.model import PIECES, OpKind, TensorInfo
+from raycollect.core.model import OpKind, TensorInfo
+from raycollect.core.operations import PIECES
 from raycollect.planner.boxes import volume
 from raycollect.planner.ir import Made, Part, Plan, Source
 from raycollect.planner.report import Moved, MovedRank

@@ -9,7 +9,8 @@ import pytest
 
 from raycollect import backends
 from raycollect.backends import Capabilities
-from raycollect.core.model import PREFIXES, GroupSpec, OpKind
+from raycollect.core.model import GroupSpec, OpKind
+from raycollect.core.operations import PREFIXES
 from raycollect.core.protocols import Joining
 from raycollect.errors import (
     BackendNotInstalledError,
