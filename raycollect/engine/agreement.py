@@ -90,10 +90,12 @@ decode_arrival: Callable[[bytes], Arrival] = lru_cache(maxsize=256)(_ARRIVALS.de
 # How the field of a violation ends, or goes on with the giver's rank, where a rank's output is meant.
 OUTPUT = " of output"
 
-_Part = tuple[int, str, Side]  # (position of a rank, what it is called in a message, the part of its gives or takes)
+_FlowSide = tuple[
+    int, str, Side
+]  # (position of a rank, what it is called in a message, the part of its gives or takes)
 
 
-def _flows(specs: Sequence[Spec]) -> Iterator[list[_Part]]:
+def _flows(specs: Sequence[Spec]) -> Iterator[list[_FlowSide]]:
     # Lists of parts that must be alike: what is given, and what it is taken into; without ranks that could not say.
     gives = {at: spec.gives for at, spec in enumerate(specs) if spec.gives is not None}
     takes = {at: spec.takes for at, spec in enumerate(specs) if spec.takes is not None}
@@ -242,7 +244,7 @@ def decide(ranks: Sequence[int], arrivals: Sequence[Arrival]) -> tuple[Violation
     return tuple(dict.fromkeys(found))
 
 
-def _fields(flow: Sequence[_Part]) -> dict[str, Callable[[Side], Any]]:
+def _fields(flow: Sequence[_FlowSide]) -> dict[str, Callable[[Side], Any]]:
     return _LOOSE_FIELDS if any(side.loose for _, _, side in flow) else _FLOW_FIELDS
 
 

@@ -26,7 +26,7 @@ BACKENDS = ("shm", "tcp")
 def requests(*, given: bool) -> Request:
     """A call of all ranks; `given`: with a tensor for the result."""
     fleet = Fleet(WORLD)
-    spec = replace(fleet.spec, ops=backends.ops_of("shm"))
+    spec = replace(fleet.spec, ops=backends.ops_of("shm"), memory="cpu")
     fleet.close()
     operands = tuple((rank, ("give", rank), ("take", rank) if given else None) for rank in range(WORLD))
     return Request(kind=OpKind("neighbour_exchange"), group=spec, operands=operands)
@@ -41,6 +41,7 @@ def plans() -> None:
             assert decode_program(encode_program(program)) == program
         told = explain(planned, {one: (TensorInfo(shape=(5,), dtype="float32", itemsize=4),) for one in planned.uses()})
         assert told.rows[0].op == "neighbour_exchange"
+        assert (told.memory.outputs, told.memory.scratch) == (0 if given else 20, 20 * WORLD)
     bare = requests(given=True)
     try:
         plan([replace(bare, operands=(*bare.operands[:-1], (WORLD - 1, None, None)))])
