@@ -23,7 +23,7 @@ from raycollect.driver.work import Work, wait_or_abort
 from raycollect.errors import Violation, refusal, wrong_argument, wrong_flags, wrong_time_limit
 from raycollect.errors.text import a_type, shown
 from raycollect.group import membership as groups
-from raycollect.planner import STAGING_NBYTES, Membership, root_parameter
+from raycollect.planner import STAGING_NBYTES, Membership
 from raycollect.ray_bridge import ray_internals
 from raycollect.ray_bridge.driver_handle import is_handle
 
@@ -102,7 +102,7 @@ class Call:
         self._violations += wrong_flags(inplace=inplace)
         self._check_snapshot(snapshot)
         expected = f"a rank from 0 to {self._membership.spec.world_size - 1}"
-        root = self._number(root_parameter(self._kind), root, expected)
+        root = self._number(self._operation.root, root, expected)
         self._check_async(async_op)
         self._raise()
         src, dst = (self._bound.get(name, {}) for name in self._operation.refs)

@@ -259,7 +259,7 @@ class TaskBuffers:
                 self.violate("alias", "operand", "overlapping another tensor of the plan", "separate memory", both)
                 return
         if (
-            self._kind is OpKind.ALLTOALL
+            all(PIECES.get(self._kind, _WHOLE))
             and in_place
             and any(
                 arrays.place(a)[:4] != arrays.place(b)[:4]

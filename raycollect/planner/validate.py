@@ -13,11 +13,6 @@ from raycollect.planner.ir import Operands, Request, Source
 from raycollect.planner.reshard.lowering import reshard_violations
 
 
-def root_parameter(kind: OpKind) -> str:
-    """The name of an operation's root parameter; empty where it has none."""
-    return OPERATIONS[kind].root
-
-
 def validate(request: Request) -> None:
     """Refuses a request that is wrong whatever its tensors; RefusedError: has all reasons."""
     if request.reshard is not None:
