@@ -12,13 +12,18 @@ import raycollect
 
 PACKAGE = Path(raycollect.__file__).parent
 
-MOST_FILES = 5
-"""Of the package; the sixth is `tests/contract/cases.py`, which says what the operation means."""
+MOST_FILES = 4
+"""Of the package; the fifth is `tests/contract/cases.py`, which says what the operation means."""
+
+
+def _added(before: str, text: str) -> tuple[str, str]:
+    return before, text + before
+
 
 EDITS: dict[str, list[tuple[str, str]]] = {
     "core/operations.py": [
-        ('    BARRIER = "barrier"\n', '    BARRIER = "barrier"\n    NEIGHBOUR_EXCHANGE = "neighbour_exchange"\n'),
-        (
+        _added('    BARRIER = "barrier"\n', '    NEIGHBOUR_EXCHANGE = "neighbour_exchange"\n'),
+        _added(
             ")\n\nOPERATIONS: dict",
             """\
     OperationSpec(
@@ -29,13 +34,11 @@ EDITS: dict[str, list[tuple[str, str]]] = {
         substitutes=((OpKind.ALLGATHER,),),
         price=Price(memory=lambda at: at.copies(1, at.world), mesh=lambda at: at.ring(1, 1)),
     ),
-)
-
-OPERATIONS: dict""",
+""",
         ),
     ],
     "driver/operations.py": [
-        (
+        _added(
             "# fmt: off\n@overload\ndef barrier(",
             '''\
 def neighbour_exchange_refs(
@@ -51,13 +54,11 @@ def neighbour_exchange_refs(
     return known_calls.run(OpKind.NEIGHBOUR_EXCHANGE, group_name, timeout_s, async_op=async_op, **refs)
 
 
-# fmt: off
-@overload
-def barrier(''',
+''',
         ),
     ],
     "member/operations.py": [
-        (
+        _added(
             "# fmt: off\n@overload\ndef barrier(",
             '''\
 def neighbour_exchange(
@@ -73,12 +74,18 @@ def neighbour_exchange(
     return call.run([("tensor", tensor), ("output", output)], async_op=async_op, timeout_s=timeout_s)
 
 
-# fmt: off
-@overload
-def barrier(''',
+''',
         ),
     ],
     "__init__.py": [
+        _added(
+            "    from raycollect.driver.operations import recv_ref as recv_ref\n",
+            "    from raycollect.driver.operations import neighbour_exchange_refs as neighbour_exchange_refs\n",
+        ),
+        _added(
+            "    from raycollect.member.operations import recv as recv\n",
+            "    from raycollect.member.operations import neighbour_exchange as neighbour_exchange\n",
+        ),
         ("exscan_refs gather_refs recv_ref ", "exscan_refs gather_refs neighbour_exchange_refs recv_ref "),
         ("exscan gather recv reduce ", "exscan gather neighbour_exchange recv reduce "),
     ],
