@@ -20,12 +20,13 @@ Source: Thakur, Rabenseifner, Gropp: "Optimization of Collective Communication O
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from msgspec.structs import replace
 
 from raycollect.core.model import OpKind, Pricing
+from raycollect.core.operations import OPERATIONS
 from raycollect.planner.cost import FREE, Cost, HostLayout, Line, depth, launch, priced
 from raycollect.planner.ir import Part
 from raycollect.planner.membership import Membership
@@ -140,7 +141,8 @@ def ring_cost(kind: OpKind, pricing: Pricing, layout: HostLayout) -> Cost:
 def pairwise(part: Part, membership: Membership) -> Written:
     """Writes an all-to-all, gather or scatter in which ranks meet pair by pair."""
     writer = _StepWriter(part)
-    _PAIRWISE[part.request.kind](part, writer)
+    write = _at_root if OPERATIONS[part.request.kind].root else _alltoall
+    write(part, writer)
     return writer.written()
 
 
@@ -179,27 +181,19 @@ def tournament(world: int) -> Iterator[tuple[int, int, int]]:
                 yield at, a, world - 1
 
 
-def _scatter(part: Part, writer: _StepWriter) -> None:
-    root = part.request.root
-    source = part.template(root)
-    writer.copy(root, (source.src, root), (source.dst, -1))
+def _at_root(part: Part, writer: _StepWriter) -> None:
+    """The root gives each rank its piece, or takes one from each."""
+    root, spec = part.request.root, OPERATIONS[part.request.kind]
+
+    def ends(giver: int, taker: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        src = part.template(giver).src, taker if spec.gives_pieces else -1
+        return src, (part.template(taker).dst, giver if spec.takes_pieces else -1)
+
+    writer.copy(root, *ends(root, root))
     for at, rank in enumerate(rank for rank in part.ranks if rank != root):
-        writer.send(at, root, (source.src, rank), rank, (part.template(rank).dst, -1))
-
-
-def _gather(part: Part, writer: _StepWriter) -> None:
-    root = part.request.root
-    target = part.template(root)
-    writer.copy(root, (target.src, -1), (target.dst, root))
-    for at, rank in enumerate(rank for rank in part.ranks if rank != root):
-        writer.send(at, rank, (part.template(rank).src, -1), root, (target.dst, rank))
-
-
-_PAIRWISE: dict[OpKind, Callable[[Part, _StepWriter], None]] = {
-    OpKind.ALLTOALL: _alltoall,
-    OpKind.GATHER: _gather,
-    OpKind.SCATTER: _scatter,
-}
+        giver, taker = (root, rank) if spec.gives == "root" else (rank, root)
+        src, dst = ends(giver, taker)
+        writer.send(at, giver, src, taker, dst)
 
 
 def pairwise_cost(kind: OpKind, pricing: Pricing, layout: HostLayout) -> Cost:
@@ -207,8 +201,8 @@ def pairwise_cost(kind: OpKind, pricing: Pricing, layout: HostLayout) -> Cost:
     world = layout.world
     if world == 1:
         return FREE
-    share = 1 if kind is OpKind.GATHER else 1 / world
-    if kind is not OpKind.ALLTOALL:
+    share = 1 / world if OPERATIONS[kind].gives_pieces else 1
+    if OPERATIONS[kind].root:
         near, far = layout.root_size - 1, world - layout.root_size
         line = _hops(pricing, layout.one_host(2), near, share) + _hops(pricing, layout.pair(layout.between), far, share)
         return Cost(line=line, inside=near * share, between=far * share)
