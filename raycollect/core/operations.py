@@ -101,11 +101,11 @@ class OperationSpec:
         in_place: Whether the result replaces what the rank gives, unless a new tensor is asked for.
         makes: Whether an output of its own is made where none is given.
         sources: The positions of the ranks whose values a rank takes, in order, by its position and the number of
-            ranks; where the root alone gives, it does not count.
+            ranks. All, where there are pieces; without meaning, where the root alone gives.
         root: The parameter of the root; empty where there is none.
         refs: The driver's parameters of the inputs and of the outputs; empty where there are none.
-        kernels: Which backends have a kernel of it: ``"usual"``: all that do not say which they have; ``"own"``: those
-            that have all; empty: those alone that name it.
+        kernels: Which backends have a kernel of it. ``"usual"``: all that do not say which they have; ``"own"``: those
+            of this package; empty: those alone that name it.
         substitutes: The operations that it is made of where a backend lacks it, the best first.
         price: What its kernel costs.
     """
