@@ -18,7 +18,7 @@ from raycollect.backends import BACKENDS
 from raycollect.backends.capabilities import BUILT_IN, Capabilities
 from raycollect.backends.folds import refusal_reason
 from raycollect.core.model import OpKind, ReduceOp
-from raycollect.planner.lower import SUBSTITUTES
+from raycollect.core.operations import OPERATIONS
 
 __all__ = ["reduction_table", "support_matrix", "write"]
 
@@ -118,7 +118,8 @@ def _between(text: str, _match: re.Match[str]) -> str:
 def _mark(kind: OpKind, line: Capabilities, notes: dict[str, int]) -> str:
     if kind in line.ops:
         return _RUNS
-    parts = next((parts for parts in SUBSTITUTES.get(kind, ()) if line.ops and line.ops.issuperset(parts)), None)
+    ways = OPERATIONS[kind].substitutes if kind in OPERATIONS else ()
+    parts = next((parts for parts in ways if line.ops and line.ops.issuperset(parts)), None)
     if parts is None:
         return _REFUSED
     made = " and ".join(f"`{part.value}`" for part in parts) or "the ranks' agreement alone"

@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from raycollect.core.model import BY_RINGS, PREFIXES, RANK_ORDER, GroupSpec, OpKind, Pricing, ReduceOp
+from raycollect.core.model import BY_RINGS, RANK_ORDER, GroupSpec, OpKind, Pricing, ReduceOp
+from raycollect.core.operations import ALL_KERNELS, USUAL
 from raycollect.core.protocols import CommunicatorFactory
 from raycollect.errors import InvalidGroupError
 from raycollect.errors.text import listed, shown
 
 TORCH_PREFIX = "torch:"  # The prefix of `torch.distributed` backends
-USUAL = frozenset(OpKind) - frozenset(PREFIXES)
-"""The operations of a backend that does not list its own."""
 _NAME = re.compile(r"(torch:)?[a-z0-9][a-z0-9_.-]*")
 
 
@@ -39,6 +38,7 @@ class Capabilities:
         one_process: Whether all ranks must be in one process.
         coalesces: Whether its `launch` runs several kernels with fewer synchronizations of the ranks than one by one.
         chunk_nbytes: The most memory that its chunks take on a rank, in bytes; -1 if unknown.
+        by_host_nbytes: The same where it goes host by host (`GroupSpec.hosts`).
         resumes: Whether its communicator survives a launch that has failed on some ranks, if the next launch has a
             higher number than any that a rank has seen; else the ranks create a new communicator.
         pairs: The backend of communicators of two ranks for point-to-point calls; empty: itself.
@@ -67,6 +67,7 @@ class Capabilities:
     one_process: bool = False
     coalesces: bool = False
     chunk_nbytes: int = -1
+    by_host_nbytes: int = -1
     resumes: bool = False
     pairs: str = ""
     pricing: Pricing = BY_RINGS
@@ -142,7 +143,6 @@ def no_gpu() -> str:
     return "" if count else "a GPU: this process sees none"
 
 
-_ALL = frozenset(OpKind)
 _CPU, _CUDA = frozenset({"cpu"}), frozenset({"cuda"})
 _MEMORY = Pricing(transport="memory")
 
@@ -156,7 +156,7 @@ _LINES = (
     Capabilities(
         name="local",
         module="raycollect.backends.local",
-        ops=_ALL,
+        ops=ALL_KERNELS,
         interruptible=True,
         bitwise=True,
         cross_host=False,
@@ -168,7 +168,7 @@ _LINES = (
     Capabilities(
         name="shm",
         module="raycollect.backends.shm.communicator",
-        ops=_ALL,
+        ops=ALL_KERNELS,
         interruptible=True,
         bitwise=True,
         cross_host=False,
@@ -181,19 +181,20 @@ _LINES = (
     Capabilities(
         name="tcp",
         module="raycollect.backends.tcp.communicator",
-        ops=_ALL,
+        ops=ALL_KERNELS,
         interruptible=True,
         bitwise=True,
         cross_host=True,
         pricing=Pricing(transport="mesh", by_host=True),
         chunk_nbytes=12 << 20,
+        by_host_nbytes=34 << 20,
         resumes=True,
         tested=True,
     ),
     Capabilities(
         name="gloo",
         module="raycollect.backends.gloo.communicator",
-        ops=_ALL,
+        ops=ALL_KERNELS,
         libraries=("raycollect.backends.gloo.library",),
         # Installs pygloo for Python 3.10, the last with its wheels, and xoscar for later versions.
         install="pip install 'raycollect[gloo]'",
@@ -203,6 +204,7 @@ _LINES = (
         pricing=Pricing(transport="mesh", rings=RINGS_OF_GLOO, by_host=True),
         pairs="tcp",  # between two ranks it uses plain sockets anyway
         chunk_nbytes=12 << 20,
+        by_host_nbytes=34 << 20,
         tested=True,
     ),
     Capabilities(
@@ -221,9 +223,10 @@ _LINES = (
         "gloo",
         install="pip install torch",
         devices=_CPU,
-        ops=_ALL,
+        ops=ALL_KERNELS,
         interruptible=True,
         pricing=Pricing(transport="mesh", rings=RINGS_OF_TORCH, by_host=True),
+        by_host_nbytes=34 << 20,
         pairs="tcp",
         tested=True,
     ),

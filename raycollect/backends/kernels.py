@@ -11,7 +11,8 @@ import numpy as np
 
 from raycollect.backends.arrays import Array, Flat
 from raycollect.core.kernel_progress import here
-from raycollect.core.model import PREFIXES, Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.operations import FOLDS
 from raycollect.errors import (
     CollectiveTimeoutError,
     InternalError,
@@ -216,9 +217,6 @@ def check_fit(kernel: Kernel, src: Flat, dst: Flat) -> None:
         raise InternalError(detail=f"{kernel.kind.value} of {src.size} x {src.dtype} into {dst.size} x {dst.dtype}")
 
 
-_FOLDING = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.REDUCESCATTER, *PREFIXES)
-
-
 class translated:  # noqa: N801 - used like a function
     """Around a kernel: disables numpy's warnings where it folds, and turns foreign exceptions into KernelError.
 
@@ -231,7 +229,7 @@ class translated:  # noqa: N801 - used like a function
         self._kind = kind
         self._group_name = group_name
         self._rank = rank
-        self._errstate = np.errstate(all="ignore") if folds and kind in _FOLDING else None
+        self._errstate = np.errstate(all="ignore") if folds and kind in FOLDS else None
 
     def __enter__(self) -> None:
         if self._errstate is not None:

@@ -16,6 +16,8 @@ from msgspec import Struct
 from msgspec.structs import force_setattr, replace
 
 from raycollect.core.codec import Wire
+from raycollect.core.operations import OPS
+from raycollect.core.operations import OpKind as OpKind
 
 Key = NewType("Key", bytes)
 """The id of a real ObjectRef: 24 bytes of its task, then the index of the return (little endian, 4 bytes)."""
@@ -32,57 +34,6 @@ def task_key(task: bytes, index: int) -> Key:
     if len(task) != TASK_NBYTES or index < 1:
         raise ValueError(f"no such return: task of {len(task)} bytes, index {index}")
     return Key(task + index.to_bytes(4, "little"))
-
-
-class OpKind(enum.Enum):
-    """The collective operations."""
-
-    ALLREDUCE = "allreduce"
-    REDUCE = "reduce"
-    BROADCAST = "broadcast"
-    ALLGATHER = "allgather"
-    REDUCESCATTER = "reducescatter"
-    GATHER = "gather"
-    SCATTER = "scatter"
-    ALLTOALL = "alltoall"
-    SCAN = "scan"
-    EXSCAN = "exscan"
-    SEND = "send"
-    RECV = "recv"
-    BARRIER = "barrier"
-
-    if TYPE_CHECKING:
-
-        def __hash__(self) -> int: ...
-    else:
-        __hash__ = object.__hash__  # members are unique; `Enum.__hash__` is a Python call
-
-
-OPS = tuple(kind.value for kind in OpKind)
-"""The names of all operations."""
-
-PIECES: dict[OpKind, tuple[bool, bool]] = {
-    OpKind.ALLGATHER: (False, True),
-    OpKind.GATHER: (False, True),
-    OpKind.SCATTER: (True, False),
-    OpKind.REDUCESCATTER: (True, False),
-    OpKind.ALLTOALL: (True, True),
-}
-"""Operation -> whether a rank's input, and its output, is one piece per rank; the others have no pieces."""
-
-
-PREFIXES = (OpKind.SCAN, OpKind.EXSCAN)
-"""The operations whose result is the fold of the preceding ranks, as MPI_Scan and MPI_Exscan."""
-
-
-def folded_ranks(kind: OpKind, place: int, count: int) -> int:
-    """The number of ranks, from the first on, that are folded for the rank at a position; `count` is the world size.
-
-    MPI leaves the result of an exscan on its first rank undefined; here it is the rank's input.
-    """
-    if kind is OpKind.SCAN:
-        return place + 1
-    return max(place, 1) if kind is OpKind.EXSCAN else count
 
 
 class ReduceOp(enum.Enum):
@@ -380,26 +331,9 @@ class Launch(Struct, frozen=True, kw_only=True):
 class Kernel:
     """One step with its arrays, as a communicator runs it.
 
-    "pieces" in the table are a tuple of arrays, one per rank of the launch and in rank order; their sizes may differ
-    from rank to rank, but sender and receiver agree on the size of each. All arrays of a kernel have one dtype on all
-    ranks.
-
-    =============  ======================  ======================  ==========================================
-    kind           src                     dst                     afterwards
-    =============  ======================  ======================  ==========================================
-    ALLREDUCE      array                   array                   dst: the fold of all src, in rank order
-    REDUCE         array                   root: array             root's dst: the fold of all src
-    BROADCAST      root: array             others: array           dst: the root's src (see below)
-    ALLGATHER      array                   pieces                  dst[r]: src of rank r
-    GATHER         array                   root: pieces            root's dst[r]: src of rank r
-    SCATTER        root: pieces            array                   dst: the root's src[own rank]
-    REDUCESCATTER  pieces                  array                   dst: the fold of all ranks' src[own rank]
-    ALLTOALL       pieces                  pieces                  dst[r]: src[own rank] of rank r
-    SCAN           array                   array                   dst: the fold of src of ranks 0 to own rank
-    EXSCAN         array                   array                   the same without own rank; rank 0's dst: its src
-    SEND, RECV     SEND: array             RECV: array             dst: src of the sender
-    BARRIER
-    =============  ======================  ======================  ==========================================
+    `raycollect.core.operations` has the table of `src` and `dst` by kind. "pieces" in the table are a tuple of arrays,
+    one per rank of the launch and in rank order; their sizes may differ from rank to rank, but sender and receiver
+    agree on the size of each. All arrays of a kernel have one dtype on all ranks.
 
     In place: `dst` may be the memory of `src` in ALLREDUCE, REDUCE, SCAN and EXSCAN, of ``src[own rank]`` in SCATTER
     and REDUCESCATTER, ``dst[own rank]`` that of `src` in ALLGATHER and GATHER, and ``dst[r]`` that of ``src[r]`` for

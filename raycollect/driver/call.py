@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from raycollect.core.deadline import Deadline
-from raycollect.core.model import PREFIXES, GroupLike, Key, OpKind, ReduceOp, name_of
+from raycollect.core.model import GroupLike, Key, OpKind, ReduceOp, name_of
+from raycollect.core.operations import OPERATIONS
 from raycollect.core.placeholder import Placeholder
 from raycollect.core.signals import Deferred
 from raycollect.driver import batch, operand_binding
@@ -22,35 +23,14 @@ from raycollect.driver.work import Work, wait_or_abort
 from raycollect.errors import Violation, refusal, wrong_argument, wrong_flags, wrong_time_limit
 from raycollect.errors.text import a_type, shown
 from raycollect.group import membership as groups
-from raycollect.planner import STAGING_NBYTES, Membership, root_parameter
+from raycollect.planner import STAGING_NBYTES, Membership
 from raycollect.ray_bridge import ray_internals
 from raycollect.ray_bridge.driver_handle import is_handle
-
-_PARTS: dict[OpKind, tuple[str, str]] = {
-    OpKind.ALLREDUCE: ("tensor_refs", ""),
-    OpKind.REDUCE: ("tensor_refs", ""),
-    OpKind.BROADCAST: ("tensor_refs", ""),
-    OpKind.ALLGATHER: ("tensor_refs", "tensor_list_refs"),
-    OpKind.REDUCESCATTER: ("tensor_list_refs", "tensor_refs"),
-    OpKind.GATHER: ("tensor_refs", "tensor_list_ref"),
-    OpKind.SCATTER: ("tensor_list_ref", "tensor_refs"),
-    OpKind.ALLTOALL: ("tensor_list_in_refs", "tensor_list_out_refs"),
-    OpKind.SCAN: ("tensor_refs", ""),
-    OpKind.EXSCAN: ("tensor_refs", ""),
-    OpKind.SEND: ("refs", ""),
-    OpKind.BARRIER: ("", ""),
-}
-"""Operation -> the parameters of the inputs and of the outputs, which may be None."""
 
 _MOST_NUMBER = 1 << 63  # ranks, and numbers of GPUs, are far below
 _SINGLE = "tensor_list_ref"  # the parameter that takes one ref, the root's; the others take lists
 
 _NO_STEP = "one of actors: runs of a captured step run in actors. Make the calls in a batch(), or outside of the step"
-
-_AT_ROOT = (OpKind.REDUCE, OpKind.GATHER)  # only the root has a result
-
-# Where the result replaces the operand unless a new one is asked for
-_REDUCTIONS = (OpKind.ALLREDUCE, OpKind.REDUCE, *PREFIXES)
 
 
 def task_wait(op: str, group_name: GroupLike, timeout_s: Any) -> TaskWait:
@@ -91,6 +71,7 @@ class Call:
         **refs: Any,
     ) -> None:
         self._kind = kind
+        self._operation = OPERATIONS[kind]
         self._group_name = name_of(group_name)
         self._is_name = isinstance(group_name, str)
         was_started = ray_internals.is_started()
@@ -121,11 +102,11 @@ class Call:
         self._violations += wrong_flags(inplace=inplace)
         self._check_snapshot(snapshot)
         expected = f"a rank from 0 to {self._membership.spec.world_size - 1}"
-        root = self._number(root_parameter(self._kind), root, expected)
+        root = self._number(self._operation.root, root, expected)
         self._check_async(async_op)
         self._raise()
-        src, dst = (self._bound.get(name, {}) for name in _PARTS[self._kind])
-        if self._kind is OpKind.BROADCAST:  # the root only sends, and the others only receive
+        src, dst = (self._bound.get(name, {}) for name in self._operation.refs)
+        if self._operation.takes == "others":  # the root only sends, and the others only receive
             dst = {rank: one for rank, one in src.items() if rank != root}
             src = {rank: one for rank, one in src.items() if rank == root}
         self._record(
@@ -165,7 +146,7 @@ class Call:
     # ------------------------------------------------------------------------------------------ binding
 
     def _is_left_out(self, name: str, value: Any) -> bool:
-        return value is None and name == _PARTS[self._kind][1]
+        return value is None and name == self._operation.refs[1]
 
     def _read(self, name: str, value: Any) -> list[Operand]:
         refs = [value] if name == _SINGLE else value
@@ -200,7 +181,7 @@ class Call:
         """Whether an actor handle may stand there, for an output to be made on that actor."""
         if self._kind is OpKind.SEND:
             return position == 1
-        return name == _PARTS[self._kind][1] and name != _SINGLE
+        return name == self._operation.refs[1] and name != _SINGLE
 
     def _find(self, operands: Mapping[str, list[Operand]]) -> Membership:
         controller, group_name = self.controller, self._group_name
@@ -292,10 +273,11 @@ class Call:
         source = request_list.source
         if self._batch is not None:
             self._batch._outermost._hold(self.controller, membership)
-        keeps = kind is OpKind.BROADCAST or (inplace and kind in _REDUCTIONS)
+        takes = self._operation.takes
+        keeps = takes == "others" or (inplace and self._operation.in_place)
         sole: int | None = None  # the one rank with a result; None: all have one
-        if kind in _AT_ROOT or kind in (OpKind.SEND, OpKind.BARRIER):
-            sole = root if kind in _AT_ROOT else peer
+        if takes not in ("all", "others"):
+            sole = root if takes == "root" else peer
         operands, results = [], []
         for rank in ranks:
             given, taken = src.get(rank), dst.get(rank)

@@ -14,7 +14,8 @@ from typing import Any
 from ray.exceptions import RayError
 
 from raycollect.backends import folds
-from raycollect.core.model import PIECES, TENSOR, Structure, TensorInfo
+from raycollect.core.model import TENSOR, Structure, TensorInfo
+from raycollect.core.operations import PIECES
 from raycollect.driver import held_values
 from raycollect.driver.batch import record
 from raycollect.driver.controller import Controller

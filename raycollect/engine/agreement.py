@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from raycollect.core.codec import Codec, Wire
-from raycollect.core.model import PIECES, OpKind, Structure, TensorInfo
+from raycollect.core.model import OpKind, Structure, TensorInfo
+from raycollect.core.operations import PIECES
 from raycollect.errors import InternalError, ProtocolError, Violation
 from raycollect.planner import Program
 
@@ -89,10 +90,12 @@ decode_arrival: Callable[[bytes], Arrival] = lru_cache(maxsize=256)(_ARRIVALS.de
 # How the field of a violation ends, or goes on with the giver's rank, where a rank's output is meant.
 OUTPUT = " of output"
 
-_Part = tuple[int, str, Side]  # (position of a rank, what it is called in a message, the part of its gives or takes)
+_FlowSide = tuple[
+    int, str, Side
+]  # (position of a rank, what it is called in a message, the part of its gives or takes)
 
 
-def _flows(specs: Sequence[Spec]) -> Iterator[list[_Part]]:
+def _flows(specs: Sequence[Spec]) -> Iterator[list[_FlowSide]]:
     # Lists of parts that must be alike: what is given, and what it is taken into; without ranks that could not say.
     gives = {at: spec.gives for at, spec in enumerate(specs) if spec.gives is not None}
     takes = {at: spec.takes for at, spec in enumerate(specs) if spec.takes is not None}
@@ -117,25 +120,28 @@ def _flows(specs: Sequence[Spec]) -> Iterator[list[_Part]]:
 
 
 def largest(specs: Sequence[Spec]) -> tuple[int, ...]:
-    """For each tensor of an operation in pieces, the size of the largest piece of it; see `model.Kernel.most`."""
+    """For each tensor, the size of the largest piece of it that any rank gives or takes; see `model.Kernel.most`."""
     parts = [side for flow in _flows(specs) for _, _, side in flow]
     return tuple(map(max, zip(*([info.size for info in side.tensors] for side in parts), strict=False)))
 
 
-def learn(specs: Sequence[Spec], at: int, at_root: int) -> Side:
+def learn(specs: Sequence[Spec], at: int, at_root: int, *, of_all: bool = False) -> Side:
     """Returns what the output of rank `at` must be, from what all give; `at_root` is the position of the root.
+
+    `of_all`: what a scratch must be that takes what all ranks give.
 
     Raises:
         InternalError: A rank that gives did not say what.
     """
     in_pieces, out_pieces = PIECES.get(OpKind(specs[at].op), (False, False))
-    givers = specs if out_pieces else [specs[at_root]]
+    of_all |= out_pieces
+    givers = specs if of_all else [specs[at_root]]
     sides = []
     for spec in givers:
         if spec.gives is None:
             raise InternalError(detail=f"a rank said nothing about what it gives to {spec.op}")
         sides.append(spec.gives.item(at) if in_pieces else spec.gives)
-    if not out_pieces:
+    if not of_all:
         return sides[0]
     structure = Structure("list", (), tuple(side.structure for side in sides))
     return Side(structure=structure, tensors=tuple(info for side in sides for info in side.tensors))
@@ -172,13 +178,17 @@ _NONE = ("", -1)  # A reduce op and a root where the operation has none
 _LONGEST = 400  # how many characters of a value a message shows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Verdict:
     """The result of comparing what all ranks brought."""
 
     violations: tuple[Violation, ...]  # empty: kernels may start
     specs: tuple[Spec, ...]  # in rank order
-    most: tuple[int, ...] = ()  # see `largest`; empty without pieces, and where something is wrong
+
+    @cached_property
+    def most(self) -> tuple[int, ...]:
+        """See `largest`."""
+        return largest(self.specs)
 
 
 @lru_cache(maxsize=256)
@@ -191,9 +201,7 @@ def judge(ranks: tuple[int, ...], blobs: tuple[bytes, ...]) -> Verdict:
     arrivals = [_of_rank(rank, blob) for rank, blob in zip(ranks, blobs, strict=True)]
     specs = tuple(arrival.spec for arrival in arrivals)
     try:
-        violations = decide(ranks, arrivals)
-        in_pieces = not violations and OpKind(specs[0].op) in PIECES
-        return Verdict(violations=violations, specs=specs, most=largest(specs) if in_pieces else ())
+        return Verdict(violations=decide(ranks, arrivals), specs=specs)
     except (ValueError, TypeError, LookupError) as exc:
         raise ProtocolError(detail=f"arrivals that can't be compared: {exc}") from exc
 
@@ -236,7 +244,7 @@ def decide(ranks: Sequence[int], arrivals: Sequence[Arrival]) -> tuple[Violation
     return tuple(dict.fromkeys(found))
 
 
-def _fields(flow: Sequence[_Part]) -> dict[str, Callable[[Side], Any]]:
+def _fields(flow: Sequence[_FlowSide]) -> dict[str, Callable[[Side], Any]]:
     return _LOOSE_FIELDS if any(side.loose for _, _, side in flow) else _FLOW_FIELDS
 
 

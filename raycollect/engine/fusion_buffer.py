@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from raycollect.backends.arrays import Array, native
-from raycollect.core.model import PIECES, Kernel, OpKind, ReduceOp, TensorInfo
+from raycollect.core.model import Kernel, OpKind, ReduceOp, TensorInfo
+from raycollect.core.operations import PIECES
 from raycollect.planner.fusion import PACKED_UP_TO_NBYTES
 
 _LEAST_NBYTES = 64 << 10
@@ -43,7 +44,7 @@ def size_of(kind: OpKind, item: Item, count: int) -> int:
         return -1
     if kind not in PIECES:
         return int(sample.nbytes)
-    return item.most * int(sample.dtype.itemsize) * count * (2 if kind is OpKind.ALLTOALL else 1)
+    return item.most * int(sample.dtype.itemsize) * count * sum(PIECES[kind])  # twice where both sides are in pieces
 
 
 def room(kind: OpKind, item: Item) -> int:
@@ -64,9 +65,9 @@ def dtype_of(item: Item) -> np.dtype[Any] | None:
 
 def _staged(kind: OpKind, item: Item) -> list[Any]:
     # The sides that take memory: if one side has a piece per rank, the other side is a piece of it.
-    if kind is OpKind.ALLTOALL:
+    gives, takes = PIECES.get(kind, (False, False))
+    if gives and takes:
         return [item.src, item.dst]
-    gives, _ = PIECES.get(kind, (False, False))
     first, second = (item.src, item.dst) if gives or kind not in PIECES else (item.dst, item.src)
     return [second if first is None else first]
 

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from raycollect.backends import arrays, folds
-from raycollect.core.model import PIECES, TENSOR, Key, OpKind, ReduceOp, Structure, TensorInfo
+from raycollect.core.model import TENSOR, Key, OpKind, ReduceOp, Structure, TensorInfo
+from raycollect.core.operations import PIECES
 from raycollect.engine.agreement import Side, Spec, learn, piece_fault
 from raycollect.errors import Violation
 from raycollect.errors.text import too_large
@@ -114,7 +115,7 @@ class TaskBuffers:
             if buffer.role is not Role.LEARNED:
                 continue
             root = share.ranks.index(share.root) if share.root in share.ranks else -1
-            side = learn(specs, share.ranks.index(share.rank), root)
+            side = learn(specs, share.ranks.index(share.rank), root, of_all=buffer.scratch)
             self._allocate(index, side.structure, side.tensors)
             output = self.buffers[index]
             if output is not None:
@@ -153,14 +154,14 @@ class TaskBuffers:
         return None
 
     def _is_in_pieces(self, index: int) -> bool:
-        # An operand in pieces, or a scratch buffer like it.
-        if self._kind not in PIECES:
-            return False
+        # An operand in pieces, or a scratch buffer like it, or one for the pieces of all ranks.
         template = self._template
         buffer = template.buffers[index]
+        if buffer.scratch and buffer.role is Role.LEARNED:
+            return True
         if buffer.scratch and buffer.role is Role.LIKE:
             index = buffer.source
-        gives, takes = PIECES[self._kind]
+        gives, takes = PIECES.get(self._kind, _WHOLE)
         if index == template.src and gives:
             return True
         return takes and (index == template.dst or buffer.scratch)
@@ -259,7 +260,7 @@ class TaskBuffers:
                 self.violate("alias", "operand", "overlapping another tensor of the plan", "separate memory", both)
                 return
         if (
-            self._kind is OpKind.ALLTOALL
+            all(PIECES.get(self._kind, _WHOLE))
             and in_place
             and any(
                 arrays.place(a)[:4] != arrays.place(b)[:4]

@@ -15,7 +15,8 @@ from msgspec.structs import replace
 
 from raycollect.backends import arrays
 from raycollect.backends.arrays import DeviceArray
-from raycollect.core.model import PIECES, Kernel, Key, OpKind
+from raycollect.core.model import Kernel, Key, OpKind
+from raycollect.core.operations import PIECES
 from raycollect.engine.agreement import (
     Agreement,
     Arrival,

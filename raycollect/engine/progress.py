@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 from raycollect.backends import arrays
 from raycollect.core.kernel_progress import LENT
-from raycollect.core.model import Kernel, OpKind
+from raycollect.core.model import Kernel
+from raycollect.core.operations import PIECES
 from raycollect.engine.agreement import Verdict
 from raycollect.engine.steps import Kernels, PreparedBundle, ReshardKernels
 
 # Operations that count the input bytes of all ranks; others count the bytes of the largest input.
-_SUMMED = frozenset({OpKind.ALLGATHER.value, OpKind.GATHER.value})
+_SUMMED = frozenset(kind.value for kind, (gives, takes) in PIECES.items() if takes and not gives)
 
 
 class BytesDone(NamedTuple):

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from raycollect.core.model import PIECES, Kernel, OpKind
+from raycollect.core.model import Kernel, OpKind
+from raycollect.core.operations import PIECES
 from raycollect.engine.agreement import Verdict
 from raycollect.engine.device_staging import StagingBuffers
 from raycollect.engine.fusion_buffer import NO_BUFFER, FusedKernel, FusionBuffer, Item, dtype_of, size_of

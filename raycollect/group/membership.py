@@ -33,7 +33,7 @@ def membership_of(spec: GroupSpec, members: Sequence[Member], costs: Costs | Non
         members=tuple(members),
         topology=topology,
         bitwise=capabilities.bitwise and spec.in_rank_order,
-        chunk_nbytes=capabilities.chunk_nbytes,
+        chunk_nbytes=capabilities.by_host_nbytes if spec.hosts else capabilities.chunk_nbytes,
         pricing=capabilities.pricing,
         **more,
     )

@@ -13,6 +13,7 @@ import numpy as np
 
 from raycollect.backends import arrays, streams
 from raycollect.core.model import TENSOR, GroupLike, GroupSpec, Launch, OpKind, ReduceOp, TensorInfo
+from raycollect.core.operations import OPERATIONS
 from raycollect.core.protocols import Communicator
 from raycollect.engine.agreement import Arrival, Spec, alone, encode_arrival, judge, of_alone
 from raycollect.engine.run import Outcome, Run
@@ -31,7 +32,7 @@ from raycollect.group.process_group import ProcessGroup
 from raycollect.member.init import get_group_handle
 from raycollect.member.runtime import this_runtime
 from raycollect.member.work import MemberWork
-from raycollect.planner import Program, Request, brought, plan, root_parameter
+from raycollect.planner import Program, Request, brought, plan
 from raycollect.pos import Container, obstacle
 
 __all__ = ["ME", "MemberCall"]
@@ -91,7 +92,7 @@ class MemberCall:
             except ValueError:
                 expected = f"one of {', '.join(ReduceOp.__members__)}"
                 self._violate("argument", "op", repr(op), expected)
-        for name, value in ((root_parameter(kind), self._root), ("destination rank", self._peer)):
+        for name, value in ((OPERATIONS[kind].root, self._root), ("destination rank", self._peer)):
             if type(value) is not int:
                 expected = f"a rank from 0 to {process_group.world_size - 1}"
                 self._violate("argument", name, repr(value), expected)

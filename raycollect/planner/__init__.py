@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from raycollect.planner.topology import Link as Link
     from raycollect.planner.topology import Topology as Topology
     from raycollect.planner.validate import brought as brought
-    from raycollect.planner.validate import root_parameter as root_parameter
     from raycollect.planner.wire import decode_order as decode_order
     from raycollect.planner.wire import decode_program as decode_program
     from raycollect.planner.wire import encode_order as encode_order
@@ -50,7 +49,7 @@ _NAMES = {
     "reshard.request": "Reshard",
     "template": "Choice Local Role Step",
     "topology": "Link Topology",
-    "validate": "brought root_parameter",
+    "validate": "brought",
     "wire": "decode_order decode_program encode_order encode_program",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from raycollect.core.model import OpKind, Pricing
+from raycollect.core.operations import PAIR
 from raycollect.planner import pairs
-from raycollect.planner.cost import Cost, Layout, Line, priced
+from raycollect.planner.cost import Cost, HostLayout, Line, priced
 from raycollect.planner.ir import Part
 from raycollect.planner.membership import Membership
 from raycollect.planner.pairs import Written
@@ -29,15 +30,13 @@ class Algorithm:
     name: str
     kinds: frozenset[OpKind]
     needs: tuple[OpKind, ...] = ()  # the operations that the backend must have
-    cost: Callable[[OpKind, Pricing, Layout], Cost]  # by operation, how the backend moves data, and layout
+    cost: Callable[[OpKind, Pricing, HostLayout], Cost]  # by operation, how the backend moves data, and layout
     # Writes the steps of each rank; None: the backend's own kernel
     write: Callable[[Part, Membership], Written] | None = None
     scratch: Callable[[Template], tuple[Buffer, ...]] = lambda template: ()  # the buffers that a rank needs in addition
     # The most ranks for which it is considered: the steps of some grow with the square of the ranks
     at_most: int = 1 << 30
 
-
-_PAIR = (OpKind.SEND, OpKind.RECV)
 
 _ROWS = (
     Algorithm(
@@ -48,14 +47,14 @@ _ROWS = (
     Algorithm(
         name="tree",
         kinds=frozenset({OpKind.BROADCAST}),
-        needs=_PAIR,
+        needs=PAIR,
         cost=pairs.tree_cost,
         write=pairs.tree,
     ),
     Algorithm(
         name="ring",
         kinds=frozenset({OpKind.ALLGATHER}),
-        needs=_PAIR,
+        needs=PAIR,
         cost=pairs.ring_cost,
         write=pairs.ring,
         at_most=128,
@@ -63,7 +62,7 @@ _ROWS = (
     Algorithm(
         name="pairwise",
         kinds=frozenset({OpKind.ALLTOALL, OpKind.GATHER, OpKind.SCATTER}),
-        needs=_PAIR,
+        needs=PAIR,
         cost=pairs.pairwise_cost,
         write=pairs.pairwise,
         scratch=pairs.scratch,
@@ -120,7 +119,7 @@ def rivals(part: Part, membership: Membership) -> tuple[str, ...]:
 
 def cost_of(algorithm: Algorithm, part: Part, membership: Membership) -> Cost:
     """The cost of a part by one algorithm."""
-    layout = Layout.of(membership.topology, part.request.root, rank_order=membership.bitwise)
+    layout = HostLayout.of(membership.topology, part.request.root, rank_order=membership.bitwise)
     return algorithm.cost(part.request.kind, membership.pricing, layout)
 
 

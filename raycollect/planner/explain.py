@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from raycollect.core.model import PREFIXES, OpKind
+from raycollect.core.model import OpKind
+from raycollect.core.operations import PREFIXES
 from raycollect.planner.algorithms import ALGORITHMS, cost_of, rivals
-from raycollect.planner.cost import FREE, Cost, Layout, priced
+from raycollect.planner.cost import FREE, Cost, HostLayout, priced
 from raycollect.planner.fusion import buckets, coalesced
 from raycollect.planner.ir import Made, Part, Plan, Source, Together
 from raycollect.planner.membership import Membership
@@ -166,7 +167,8 @@ class _Bundle:
             return f"cheaper at any size than {' or '.join(others)}" if others else "the only one here"
         if choice.name != NATIVE.name:
             return f"backend {request.group.backend} has no {request.kind.value}"
-        used = {step.kind.value for template in self.part.templates for step in template.steps}
+        steps = (step.kind for template in self.part.templates for step in template.steps)
+        used = {kind.value for kind in steps if isinstance(kind, OpKind)}
         instead = " and ".join(sorted(used)) or "the consistency check"
         return f"backend {request.group.backend} has no {request.kind.value}: {instead} instead"
 
@@ -239,9 +241,6 @@ def _time_s(bundles: Sequence[_Bundle]) -> float:
     return max(free.values(), default=0.0)
 
 
-_BY_HOST_NBYTES = 34 << 20  # the most bytes of the chunks on a rank where the backend goes host by host
-
-
 def _memory(plan: Plan, sizes: Sizes, bundles: Sequence[_Bundle]) -> Memory:
     """The most that a participant needs: outputs and scratch are kept until the end of the plan."""
     made, scratch, stand_ins = ([0] * len(plan.participants) for _ in range(3))
@@ -255,7 +254,7 @@ def _memory(plan: Plan, sizes: Sizes, bundles: Sequence[_Bundle]) -> Memory:
     moves = [sizes.moved(number) for bundle in bundles for number in bundle.calls]
     boxes = max((one.staging for moved in moves if moved is not None for one in moved.ranks), default=0)
     groups = [bundle.membership for bundle in bundles]
-    chunks = {one.spec.name: _BY_HOST_NBYTES if one.spec.hosts else one.chunk_nbytes for one in groups}
+    chunks = {one.spec.name: one.chunk_nbytes for one in groups}
     return Memory(
         outputs=max(made, default=0),
         scratch=max(scratch, default=0),
@@ -325,7 +324,7 @@ def _price(part: Part, membership: Membership, name: str) -> Cost:
         return cost_of(ALGORITHMS[name], part, membership)
     hosts = membership.topology.hosts
     place = replace(membership.topology, hosts=tuple(hosts[rank] for rank in part.ranks))
-    layout = Layout.of(place, part.places.get(part.request.root, -1), rank_order=membership.bitwise)
+    layout = HostLayout.of(place, part.places.get(part.request.root, -1), rank_order=membership.bitwise)
     steps = [step for template in part.templates for step in template.steps if isinstance(step.kind, OpKind)]
     kinds = dict.fromkeys(OpKind.SEND if step.kind is OpKind.RECV else step.kind for step in steps)
     return sum((priced(kind, membership.pricing, layout) for kind in kinds if isinstance(kind, OpKind)), FREE)

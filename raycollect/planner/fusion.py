@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from raycollect.core.model import PIECES, PREFIXES, OpKind
+from raycollect.core.model import OpKind
+from raycollect.core.operations import PIECES, PREFIXES
 
 PACKED_UP_TO_NBYTES = 128 << 10
 """The largest tensor (all its pieces together) that is packed: copying it in and out takes about as long as the start

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
-from raycollect.core.model import PIECES, PREFIXES, OpKind
+from raycollect.core.model import OpKind
+from raycollect.core.operations import OPERATIONS, PAIR, OperationSpec, has_part
 from raycollect.errors import Violation, refusal
 from raycollect.planner.algorithms import by_pairs
 from raycollect.planner.ir import Operands, Part, Request
@@ -17,9 +18,10 @@ from raycollect.planner.template import Buffer, Local, Role, Step, Template
 _OPERAND = Buffer(role=Role.OPERAND)
 _LEARNED = Buffer(role=Role.LEARNED)
 _PIECE = Buffer(role=Role.PIECE, source=0)
-_REDUCTIONS = (OpKind.ALLREDUCE, OpKind.REDUCE, *PREFIXES)
+_LIKE = Buffer(role=Role.LIKE, source=0)
+_GATHERED = Buffer(role=Role.LEARNED, scratch=True)
 
-_Part = Callable[[Request, Operands], Template]
+_Writer = Callable[[Request, Operands], Template]
 """Writes the template of one rank."""
 
 
@@ -28,32 +30,31 @@ def _own(request: Request, operands: Operands) -> Template:
 
     The root of a broadcast only reads, so that its tensor may be read-only; of a reduce only the root writes.
     """
-    kind, (rank, _, taken) = request.kind, operands
-    is_root, sends = rank == request.root, kind in (OpKind.BROADCAST, OpKind.SEND)
-    gives = is_root or not (sends or kind is OpKind.SCATTER)
-    takes = not is_root if sends else is_root or kind not in (OpKind.REDUCE, OpKind.GATHER)
+    spec, (rank, _, taken) = OPERATIONS[request.kind], operands
+    gives, takes = (has_part(who, rank, request.root, request.peer) for who in (spec.gives, spec.takes))
     buffers = [_OPERAND] if gives else []
-    if takes and kind in _REDUCTIONS:
-        buffers += [] if request.inplace else [Buffer(role=Role.LIKE, source=0)]
+    if takes and spec.in_place:
+        buffers += [] if request.inplace else [_LIKE]
     elif takes:
-        made = _PIECE if gives and PIECES.get(kind) == (True, False) else _LEARNED
-        buffers.append(made if taken is None else _OPERAND)
+        buffers.append(_OPERAND if taken is not None else _made(spec) if gives else _LEARNED)
     src, dst = 0 if gives else -1, len(buffers) - 1 if takes else -1
+    is_send = spec.kind is OpKind.SEND
     step = Step(
-        kind=OpKind.RECV if kind is OpKind.SEND and takes else kind,
+        kind=OpKind.RECV if is_send and takes else spec.kind,
         src=src,
         dst=dst,
         op=request.op,
-        peer=request.peer if kind is OpKind.SEND and gives else request.root,
+        peer=request.peer if is_send and gives else request.root,
     )
-    result = src if sends and gives else dst
-    return Template(
-        buffers=tuple(buffers), steps=(step,), src=src, dst=-1 if kind in _REDUCTIONS else dst, result=result
-    )
+    result = src if gives and spec.takes in ("others", "peer") else dst
+    return Template(buffers=tuple(buffers), steps=(step,), src=src, dst=-1 if spec.in_place else dst, result=result)
 
 
-def _barrier(request: Request, operands: Operands) -> Template:
-    return Template(buffers=(), steps=(Step(kind=OpKind.BARRIER),))
+def _made(spec: OperationSpec) -> Buffer:
+    """The output that a rank makes which gives, too."""
+    if spec.takes_pieces:
+        return _LEARNED
+    return _PIECE if spec.gives_pieces else _LIKE
 
 
 def committed(part: Part, request: Request) -> Part:
@@ -87,16 +88,30 @@ def _by_broadcast(request: Request, operands: Operands) -> Template:
 
 def _on_all(request: Request, operands: Operands) -> Template:
     """A reduce or gather: all ranks get the result, and all but the root forget it."""
-    made, scratch = _own(request, operands), Buffer(role=Role.LEARNED, scratch=True)
-    kind = OpKind.ALLGATHER
-    if request.kind is OpKind.REDUCE:
-        kind, scratch = OpKind.ALLREDUCE, Buffer(role=Role.LIKE, source=0, scratch=True)
+    made, scratch = _own(request, operands), Buffer(role=Role.LIKE, source=0, scratch=True)
+    kind = OpKind.ALLREDUCE
+    if request.kind is OpKind.GATHER:
+        kind, scratch = OpKind.ALLGATHER, _GATHERED
     is_root = operands[0] == request.root
     step = Step(kind=kind, src=0, dst=made.result if is_root else 1, op=request.op)
     return replace(made, buffers=made.buffers if is_root else (_OPERAND, scratch), steps=(step,))
 
 
-def _reducescatter_by_scatter(request: Request, operands: Operands) -> Template:
+def _of_all(request: Request, operands: Operands) -> Template:
+    """An operation that moves values: all ranks get all of them, and each keeps what it takes."""
+    spec, rank = OPERATIONS[request.kind], operands[0]
+    if spec.takes_pieces:
+        return _on_all(request, operands)
+    made, (giver,) = _own(request, operands), spec.givers(rank, len(request.operands), request.root)
+    gathered = len(made.buffers)
+    steps = (
+        Step(kind=OpKind.ALLGATHER, src=0, dst=gathered),
+        Step(kind=Local.COPY, src=gathered, src_piece=giver, dst=made.dst),
+    )
+    return replace(made, buffers=(*made.buffers, _GATHERED), steps=steps)
+
+
+def _by_scatter(request: Request, operands: Operands) -> Template:
     made = _own(request, operands)
     scratch = (Buffer(role=Role.LIKE, source=0, scratch=True),) if operands[0] == 0 else ()
     at = 2 if scratch else -1
@@ -107,21 +122,16 @@ def _reducescatter_by_scatter(request: Request, operands: Operands) -> Template:
     return replace(made, buffers=(*made.buffers, *scratch), steps=steps)
 
 
-_PAIR = (OpKind.SEND, OpKind.RECV)
-
-SUBSTITUTES: dict[OpKind, dict[tuple[OpKind, ...], _Part | None]] = {
-    OpKind.ALLREDUCE: {(OpKind.REDUCE, OpKind.BROADCAST): _by_broadcast},
-    OpKind.REDUCE: {(OpKind.ALLREDUCE,): _on_all},
-    OpKind.BROADCAST: {_PAIR: None},
-    OpKind.ALLGATHER: {(OpKind.GATHER, OpKind.BROADCAST): _by_broadcast, _PAIR: None},
-    OpKind.GATHER: {(OpKind.ALLGATHER,): _on_all, _PAIR: None},
-    OpKind.SCATTER: {_PAIR: None},
-    OpKind.REDUCESCATTER: {(OpKind.REDUCE, OpKind.SCATTER): _reducescatter_by_scatter},
-    OpKind.ALLTOALL: {_PAIR: None},
-    OpKind.BARRIER: {(): lambda request, operands: Template(buffers=(), steps=())},
+_WRITERS: dict[tuple[OpKind, ...], _Writer | None] = {
+    (OpKind.REDUCE, OpKind.BROADCAST): _by_broadcast,
+    (OpKind.GATHER, OpKind.BROADCAST): _by_broadcast,
+    (OpKind.ALLREDUCE,): _on_all,
+    (OpKind.ALLGATHER,): _of_all,
+    (OpKind.REDUCE, OpKind.SCATTER): _by_scatter,
+    (): lambda request, operands: Template(buffers=(), steps=()),
+    PAIR: None,
 }
-"""Operation that a backend lacks -> the operations that it is made of instead, the best first, and how; None: by the
-algorithm of pairs."""
+"""How an operation is made of others (`OperationSpec.substitutes`); None: by the algorithm of pairs."""
 
 
 def lower(request: Request, membership: Membership) -> Part:
@@ -136,14 +146,14 @@ def lower(request: Request, membership: Membership) -> Part:
     return part if write else by_pairs(part, membership)
 
 
-def _writer(request: Request) -> _Part | None:
+def _writer(request: Request) -> _Writer | None:
     kind, ops = request.kind, request.group.ops
-    if _has(ops, _PAIR if kind is OpKind.SEND else (kind,)):
-        return _barrier if kind is OpKind.BARRIER else _own
-    for needs, write in SUBSTITUTES.get(kind, {}).items():
+    if _has(ops, PAIR if kind is OpKind.SEND else (kind,)):
+        return _own
+    for needs in OPERATIONS[kind].substitutes:
         if _has(ops, needs):
-            return write
-    made = [k.value for k, ways in SUBSTITUTES.items() if any(_has(ops, needs) for needs in ways)]
+            return _WRITERS[needs]
+    made = [one.value for one, spec in OPERATIONS.items() if any(_has(ops, needs) for needs in spec.substitutes)]
     found = f"{kind.value}, which backend {request.group.backend!r} does not have"
     expected = f"one of {', '.join(sorted({*ops, *made}))}"
     violation = Violation(kind="unsupported", rank=-1, field="op", found=found, expected=expected)

@@ -17,8 +17,8 @@ class Membership:
     topology: Topology
     # Whether the backend folds every element in rank order (P7), so that no algorithm may do otherwise
     bitwise: bool = True
-    chunk_nbytes: int = -1  # as in `Capabilities` of its backend, as the next
-    pricing: Pricing = BY_RINGS
+    chunk_nbytes: int = -1  # the most memory that chunks of its backend take on a rank; -1: not known
+    pricing: Pricing = BY_RINGS  # as in `Capabilities` of its backend
     chosen: str = ""  # why "auto" has picked its backend; empty if the user did
     members: tuple[Member, ...] = ()  # by rank, as its controller knows them; empty where it only plans
     is_derived: bool = False  # whether it was derived from refs, so that nobody gave its name

@@ -20,13 +20,14 @@ Source: Thakur, Rabenseifner, Gropp: "Optimization of Collective Communication O
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from msgspec.structs import replace
 
 from raycollect.core.model import OpKind, Pricing
-from raycollect.planner.cost import FREE, Cost, Layout, Line, depth, launch, priced
+from raycollect.core.operations import OPERATIONS
+from raycollect.planner.cost import FREE, Cost, HostLayout, Line, depth, launch, priced
 from raycollect.planner.ir import Part
 from raycollect.planner.membership import Membership
 from raycollect.planner.template import Buffer, Local, Role, Step, Template
@@ -96,11 +97,11 @@ def _binomial(ranks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             yield at, ranks[giver], ranks[giver + (1 << at)]
 
 
-def tree_cost(kind: OpKind, pricing: Pricing, layout: Layout) -> Cost:
+def tree_cost(kind: OpKind, pricing: Pricing, layout: HostLayout) -> Cost:
     """The cost of a tree."""
     line = _hops(pricing, layout.one_host(2), depth(layout.largest))
-    line += _hops(pricing, layout.pair(layout.between), depth(layout.host_count))
-    return Cost(line=line, inside=layout.world - layout.host_count, between=layout.host_count - 1)
+    line += _hops(pricing, layout.pair(layout.between), depth(layout.hosts))
+    return Cost(line=line, inside=layout.world - layout.hosts, between=layout.hosts - 1)
 
 
 def ring(part: Part, membership: Membership) -> Written:
@@ -126,12 +127,12 @@ def _phases(world: int) -> tuple[range, ...]:
     return range(0, world - 1, 2), range(1, world, 2), range(world - 1, world)
 
 
-def ring_cost(kind: OpKind, pricing: Pricing, layout: Layout) -> Cost:
+def ring_cost(kind: OpKind, pricing: Pricing, layout: HostLayout) -> Cost:
     """The cost of a ring."""
     world = layout.world
     if world == 1:
         return FREE
-    far = layout.host_count if layout.host_count > 1 else 0
+    far = layout.hosts if layout.hosts > 1 else 0
     pair = layout.pair(layout.between) if far else layout.one_host(2)
     line = _hops(pricing, pair, len(_phases(world)) * (world - 1))
     return Cost(line=line, inside=(world - far) * (world - 1), between=far * (world - 1))
@@ -140,7 +141,8 @@ def ring_cost(kind: OpKind, pricing: Pricing, layout: Layout) -> Cost:
 def pairwise(part: Part, membership: Membership) -> Written:
     """Writes an all-to-all, gather or scatter in which ranks meet pair by pair."""
     writer = _StepWriter(part)
-    _PAIRWISE[part.request.kind](part, writer)
+    write = _at_root if OPERATIONS[part.request.kind].root else _alltoall
+    write(part, writer)
     return writer.written()
 
 
@@ -179,40 +181,32 @@ def tournament(world: int) -> Iterator[tuple[int, int, int]]:
                 yield at, a, world - 1
 
 
-def _scatter(part: Part, writer: _StepWriter) -> None:
-    root = part.request.root
-    source = part.template(root)
-    writer.copy(root, (source.src, root), (source.dst, -1))
+def _at_root(part: Part, writer: _StepWriter) -> None:
+    """The root gives each rank its piece, or takes one from each."""
+    root, spec = part.request.root, OPERATIONS[part.request.kind]
+
+    def ends(giver: int, taker: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        src = part.template(giver).src, taker if spec.gives_pieces else -1
+        return src, (part.template(taker).dst, giver if spec.takes_pieces else -1)
+
+    writer.copy(root, *ends(root, root))
     for at, rank in enumerate(rank for rank in part.ranks if rank != root):
-        writer.send(at, root, (source.src, rank), rank, (part.template(rank).dst, -1))
+        giver, taker = (root, rank) if spec.gives == "root" else (rank, root)
+        src, dst = ends(giver, taker)
+        writer.send(at, giver, src, taker, dst)
 
 
-def _gather(part: Part, writer: _StepWriter) -> None:
-    root = part.request.root
-    target = part.template(root)
-    writer.copy(root, (target.src, -1), (target.dst, root))
-    for at, rank in enumerate(rank for rank in part.ranks if rank != root):
-        writer.send(at, rank, (part.template(rank).src, -1), root, (target.dst, rank))
-
-
-_PAIRWISE: dict[OpKind, Callable[[Part, _StepWriter], None]] = {
-    OpKind.ALLTOALL: _alltoall,
-    OpKind.GATHER: _gather,
-    OpKind.SCATTER: _scatter,
-}
-
-
-def pairwise_cost(kind: OpKind, pricing: Pricing, layout: Layout) -> Cost:
+def pairwise_cost(kind: OpKind, pricing: Pricing, layout: HostLayout) -> Cost:
     """The cost of pairwise exchange."""
     world = layout.world
     if world == 1:
         return FREE
-    share = 1 if kind is OpKind.GATHER else 1 / world
-    if kind is not OpKind.ALLTOALL:
+    share = 1 / world if OPERATIONS[kind].gives_pieces else 1
+    if OPERATIONS[kind].root:
         near, far = layout.root_size - 1, world - layout.root_size
         line = _hops(pricing, layout.one_host(2), near, share) + _hops(pricing, layout.pair(layout.between), far, share)
         return Cost(line=line, inside=near * share, between=far * share)
-    far_pair = layout.pair(layout.between) if layout.host_count > 1 else layout.one_host(2)
+    far_pair = layout.pair(layout.between) if layout.hosts > 1 else layout.one_host(2)
     rounds = world - 1 + world % 2
     begun = launch(pricing, far_pair) + priced(OpKind.SEND, pricing, far_pair).times(2)
     busiest = max(ranks * (world - ranks) for ranks, _ in layout.sizes)
@@ -224,6 +218,6 @@ def pairwise_cost(kind: OpKind, pricing: Pricing, layout: Layout) -> Cost:
     )
 
 
-def _hops(pricing: Pricing, pair: Layout, count: int, share: float = 1) -> Line:
+def _hops(pricing: Pricing, pair: HostLayout, count: int, share: float = 1) -> Line:
     begun, sent = launch(pricing, pair).line, priced(OpKind.SEND, pricing, pair).line
     return Line(count * (begun.fixed_s + sent.fixed_s), count * share * sent.per_byte_s)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from raycollect.core.model import OpKind, Pricing
 from raycollect.planner.algorithms import ALGORITHMS
-from raycollect.planner.cost import Layout
+from raycollect.planner.cost import HostLayout
 from raycollect.planner.topology import BETWEEN, INSIDE, Link
 
 
@@ -89,7 +89,7 @@ def predict(kind: OpKind | str, nbytes: int, cluster: Cluster) -> tuple[Predicti
     if not isinstance(kind, OpKind) and kind not in {one.value for one in OpKind}:
         raise ValueError(f"no operation {kind!r}; there are {', '.join(one.value for one in OpKind)}")
     bitwise = cluster.in_rank_order
-    layout = Layout.uniform(cluster.hosts, cluster.ranks_per_host, cluster.inside, cluster.between)
+    layout = HostLayout.uniform(cluster.hosts, cluster.ranks_per_host, cluster.inside, cluster.between)
     layout, found = replace(layout, rank_order=bitwise), []
     for name, algorithm in ALGORITHMS.items():
         if OpKind(kind) in algorithm.kinds:

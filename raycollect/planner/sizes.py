@@ -6,16 +6,17 @@ like, of a piece, or of what the other ranks give (`Role`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from raycollect.core.model import PIECES, OpKind, TensorInfo
+from raycollect.core.model import OpKind, TensorInfo
+from raycollect.core.operations import PIECES
 from raycollect.planner.boxes import volume
 from raycollect.planner.ir import Made, Part, Plan, Source
 from raycollect.planner.report import Moved, MovedRank
 from raycollect.planner.reshard.halves import Half, decode_half
 from raycollect.planner.reshard.matching import matched
 from raycollect.planner.reshard.request import Reshard, made_of
-from raycollect.planner.template import Role, Template
+from raycollect.planner.template import Buffer, Role
 
 Infos = tuple[TensorInfo, ...]
 """The tensors of one value, in order."""
@@ -71,15 +72,15 @@ class Sizes:
         """
         known = self._made.get((number, rank))
         if known is None:
-            template = self._plan.parts[number].template(rank)
-            known = self._made[number, rank] = self._output(number, rank, template)
+            outputs = self._infos(number, rank, lambda one: one.is_output)
+            known = self._made[number, rank] = next(outputs, ())
         return known
 
     def extra(self, number: int) -> tuple[int, int]:
         """The most bytes that a rank makes for a request: (output, scratch)."""
         part = self._plan.parts[number]
         made = [_nbytes(self.made(number, rank)) for rank in part.ranks]
-        scratch = [self._scratch(number, rank, part.template(rank)) for rank in part.ranks]
+        scratch = [sum(map(_nbytes, self._infos(number, rank, lambda one: one.scratch))) for rank in part.ranks]
         return max(made, default=0), max(scratch, default=0)
 
     def staged(self, number: int) -> list[tuple[str, int]]:
@@ -111,6 +112,10 @@ class Sizes:
         infos = [info for index in used for info in self._buffer(number, rank, index)]
         return sum(info.nbytes for info in infos if info.device.partition(":")[0] != memory)
 
+    def _infos(self, number: int, rank: int, which: Callable[[Buffer], bool]) -> Iterator[Infos]:
+        buffers = enumerate(self._plan.parts[number].template(rank).buffers)
+        return (self._buffer(number, rank, index) for index, one in buffers if which(one))
+
     def _buffer(self, number: int, rank: int, index: int) -> Infos:
         part = self._plan.parts[number]
         template = part.template(rank)
@@ -119,12 +124,14 @@ class Sizes:
             _, src, dst = self._plan.requests[number].operands[part.places[rank]]
             source = src if index == template.src and src is not None else dst
             return () if source is None else self._held(number, rank, source)
-        if buffer.is_output:
-            return self.made(number, rank)
+        if buffer.is_output and (number, rank) in self._made:
+            return self._made[number, rank]
         if buffer.role is Role.LEARNED:
-            return self._learned(number, rank)
+            return self._learned(number, rank, of_all=buffer.scratch)
+        if buffer.role is Role.LAID:
+            return made_of(decode_half(template.boxes).dst)[1]
         held = self._buffer(number, rank, buffer.source)
-        return held if buffer.role in (Role.LIKE, Role.LAID) else _piece(part, held, rank)
+        return held if buffer.role is Role.LIKE else _piece(part, held, rank)
 
     def _held(self, number: int, rank: int, source: Source) -> Infos:
         if not isinstance(source, Made):
@@ -133,21 +140,10 @@ class Sizes:
         participant = self._plan.memberships[number].participants[rank]
         return self.made(source.request, earlier.rank_of(participant))
 
-    def _output(self, number: int, rank: int, template: Template) -> Infos:
-        role = next((buffer.role for buffer in template.buffers if buffer.is_output), None)
-        if role is None:
-            return ()
-        if role is Role.LEARNED:
-            return self._learned(number, rank)
-        if role is Role.LAID:
-            return made_of(decode_half(template.boxes).dst)[1]
-        part, held = self._plan.parts[number], self.gives(number, rank)
-        return held if role is Role.LIKE else _piece(part, held, rank)
-
-    def _learned(self, number: int, rank: int) -> Infos:
+    def _learned(self, number: int, rank: int, *, of_all: bool) -> Infos:
         part = self._plan.parts[number]
         in_pieces, out_pieces = PIECES.get(part.request.kind, (False, False))
-        givers = part.ranks if out_pieces else (part.request.root,)
+        givers = part.ranks if out_pieces or of_all else (part.request.root,)
         if out_pieces and not in_pieces:  # the same for all takers
             known = next((self._made[number, one] for one in part.ranks if self._made.get((number, one))), None)
             if known is not None:
@@ -163,15 +159,6 @@ class Sizes:
             return infos
         row = _piece(part, mine, rank) if PIECES.get(part.request.kind, (False, False))[0] else mine
         return tuple(info.beside(row[at % len(row)]) for at, info in enumerate(infos))
-
-    def _scratch(self, number: int, rank: int, template: Template) -> int:
-        if not any(buffer.scratch for buffer in template.buffers):
-            return 0
-        if any(buffer.scratch and buffer.role is Role.LEARNED for buffer in template.buffers):
-            return sum(_nbytes(self.gives(number, one)) for one in self._plan.parts[number].ranks)
-        if template.boxes:
-            return _nbytes(made_of(decode_half(template.boxes).dst)[1])
-        return _nbytes(self.gives(number, rank))
 
 
 def _piece(part: Part, held: Infos, rank: int) -> Infos:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
-from raycollect.core.model import PIECES, PREFIXES, OpKind, folded_ranks
+from raycollect.core.model import OpKind
+from raycollect.core.operations import OPERATIONS, OperationSpec
 from raycollect.planner.template import Local, Step
 
 Symbol = tuple[Any, ...]
@@ -125,17 +127,17 @@ class SymbolicRun:
         places = launch.places
         steps = [self._steps[place][self._at[place]] for place in places]
         first = steps[0]
-        if first.kind not in _EFFECTS or len({(step.kind, step.op, step.peer) for step in steps}) > 1:
+        spec = OPERATIONS.get(first.kind) if isinstance(first.kind, OpKind) else None
+        if spec is None or len({(step.kind, step.op, step.peer) for step in steps}) > 1:
             return ()
         root = launch.of.get(first.peer, -1)
-        if first.kind in _ROOTED and root not in places:
+        if spec.root and root not in places:
             return ()
-        gives, takes = PIECES.get(first.kind, (False, False))
-        if gives != takes and any(step.src == step.dst for step in steps):
+        if spec.gives_pieces != spec.takes_pieces and any(step.src == step.dst for step in steps):
             return ()  # one buffer can't be one value and one per rank
         read = [self._read(place, step.src, step.src_piece) for place, step in zip(places, steps, strict=True)]
         at = places.index(root) if root in places else -1
-        written = _EFFECTS[first.kind](self._folds, read, at)
+        written = _effect(spec, self._folds, read, at)
         for place, step, cell in zip(places, steps, written, strict=True):
             self._write(place, step.dst, step.dst_piece, cell)
         return places
@@ -192,41 +194,29 @@ class Folds:
         return tuple(self.symbol(symbols) for symbols in zip(*cells, strict=True))
 
 
-def _everywhere(cell: Cell, read: list[Cell]) -> list[Cell]:
-    return [cell] * len(read)
-
-
-def _at(root: int, cell: Cell, read: list[Cell]) -> list[Cell]:
-    return [cell if i == root else () for i in range(len(read))]
-
-
-def _transposed(read: list[Cell]) -> list[Cell]:
+def _effect(spec: OperationSpec, folds: Folds, read: Sequence[Cell], root: int) -> list[Cell]:
+    """What each rank writes in a kernel in which all take part, from what each reads, and the root's place."""
     count = len(read)
-    if any(len(cell) != count for cell in read):
+    if spec.gives_pieces:
+        return _of_pieces(spec, folds, read, root)
+    known: dict[Sequence[int], Cell] = {}  # many ranks get the same
+    written: list[Cell] = []
+    for place in range(count):
+        givers = spec.givers(place, count, root)
+        if not spec.takes or (spec.takes == "root" and place != root):
+            written.append(())
+            continue
+        if givers not in known:
+            given = [read[giver] for giver in givers]
+            known[givers] = folds.cells(given) if spec.folds else tuple(chain.from_iterable(given))
+        written.append(known[givers])
+    return written
+
+
+def _of_pieces(spec: OperationSpec, folds: Folds, read: Sequence[Cell], root: int) -> list[Cell]:
+    """The same where each giver has a piece for each rank; undefined where one has not."""
+    count = len(read)
+    if any(len(cell) != count for cell in ([read[root]] if spec.gives == "root" else read)):
         return [()] * count
-    return [tuple(cell[i] for cell in read) for i in range(count)]
-
-
-def _prefix(kind: OpKind) -> Callable[[Folds, list[Cell], int], list[Cell]]:
-    return lambda folds, read, root: [
-        folds.cells(read[: folded_ranks(kind, place, len(read))]) for place in range(len(read))
-    ]
-
-
-_EFFECTS: dict[OpKind, Callable[[Folds, list[Cell], int], list[Cell]]] = {
-    OpKind.ALLREDUCE: lambda folds, read, root: _everywhere(folds.cells(read), read),
-    OpKind.REDUCE: lambda folds, read, root: _at(root, folds.cells(read), read),
-    OpKind.BROADCAST: lambda folds, read, root: _everywhere(read[root], read),
-    OpKind.ALLGATHER: lambda folds, read, root: _everywhere(tuple(symbol for cell in read for symbol in cell), read),
-    OpKind.GATHER: lambda folds, read, root: _at(root, tuple(symbol for cell in read for symbol in cell), read),
-    OpKind.SCATTER: lambda folds, read, root: (
-        [(symbol,) for symbol in read[root]] if len(read[root]) == len(read) else [()] * len(read)
-    ),
-    OpKind.REDUCESCATTER: lambda folds, read, root: [(folds.symbol(cell),) for cell in _transposed(read)],
-    OpKind.ALLTOALL: lambda folds, read, root: _transposed(read),
-    **{kind: _prefix(kind) for kind in PREFIXES},
-    OpKind.BARRIER: lambda folds, read, root: _everywhere((), read),
-}
-"""A kernel in which all ranks take part: (how to fold, what each reads, the root's place) -> what each writes."""
-
-_ROOTED = (OpKind.REDUCE, OpKind.BROADCAST, OpKind.GATHER, OpKind.SCATTER)
+    given = [[read[giver][place] for giver in spec.givers(place, count, root)] for place in range(count)]
+    return [(folds.symbol(symbols),) if spec.folds else tuple(symbols) for symbols in given]

@@ -18,7 +18,9 @@ class Role(enum.Enum):
     PIECE = "piece"
     """Made before the agreement, with the infos of this rank's piece of another buffer."""
     LEARNED = "learned"
-    """Made between two rounds of agreement, when the infos of the other ranks are known."""
+    """Made between two rounds of agreement, when the infos of the other ranks are known.
+
+    A scratch has room for what all ranks give."""
     LAID = "laid"
     """Made before the agreement, as the layouts of a reshard say (`Template.boxes`)."""
 
@@ -62,7 +64,7 @@ class Step(Wire, frozen=True, kw_only=True):
     at: int = 0
     src_piece: int = -1  # the piece of `src`; -1: all of it
     dst_piece: int = -1  # the piece of `dst`; -1: all of it
-    kind: OpKind | Local  # what to do; `model.PIECES` says where a buffer is taken as one piece per rank
+    kind: OpKind | Local  # what to do; `operations.PIECES` says where a buffer is taken as one piece per rank
 
 
 class Template(Wire, frozen=True, kw_only=True):

@@ -4,45 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
 
 from raycollect.core.model import OpKind
+from raycollect.core.operations import OPERATIONS, Ranks, has_part
 from raycollect.errors import Violation, refusal
 from raycollect.errors.text import as_name
 from raycollect.planner.ir import Operands, Request, Source
 from raycollect.planner.reshard.lowering import reshard_violations
-
-
-@dataclass(frozen=True, slots=True)
-class _Needs:
-    """Which ranks bring operands; `src` and `dst` are each ``"all"``, ``"root"``, ``"others"``, ``"peer"`` or ""."""
-
-    src: str = ""  # who gives
-    dst: str = ""  # who takes into a tensor that is not the one it gives
-    made: bool = False  # whether that tensor is made where none is given
-    root: str = ""  # what the root is called; empty where there is none
-    reduces: bool = False  # whether there must be a reduce op
-
-
-_NEEDS: dict[OpKind, _Needs] = {
-    OpKind.ALLREDUCE: _Needs("all", reduces=True),
-    OpKind.REDUCE: _Needs("all", root="dst_rank", reduces=True),
-    OpKind.BROADCAST: _Needs("root", "others", root="src_rank"),
-    OpKind.ALLGATHER: _Needs("all", "all", made=True),
-    OpKind.REDUCESCATTER: _Needs("all", "all", made=True, reduces=True),
-    OpKind.GATHER: _Needs("all", "root", made=True, root="dst_rank"),
-    OpKind.SCATTER: _Needs("root", "all", made=True, root="src_rank"),
-    OpKind.ALLTOALL: _Needs("all", "all", made=True),
-    OpKind.SCAN: _Needs("all", reduces=True),
-    OpKind.EXSCAN: _Needs("all", reduces=True),
-    OpKind.SEND: _Needs("root", "peer", made=True, root="source rank"),
-    OpKind.BARRIER: _Needs(),
-}
-
-
-def root_parameter(kind: OpKind) -> str:
-    """The name of an operation's root parameter; empty where it has none."""
-    return _NEEDS[kind].root
 
 
 def validate(request: Request) -> None:
@@ -84,21 +52,14 @@ def _rank_violations(request: Request) -> list[Violation]:
     return found
 
 
-def _who(request: Request, who: str) -> set[int]:
-    members = _members(request)
-    return {
-        "all": members,
-        "root": {request.root},
-        "others": members - {request.root},
-        "peer": {request.peer},
-        "": set(),
-    }[who]
+def _who(request: Request, who: Ranks) -> set[int]:
+    return {rank for rank in _members(request) if has_part(who, rank, request.root, request.peer)}
 
 
 def _placed(request: Request) -> list[Operands]:
     roots = {OpKind.SEND: (request.root, request.peer)}.get(request.kind, (request.root,))
-    needs = _NEEDS.get(request.kind)
-    if needs is None or (needs.root and not all(0 <= root < request.group.world_size for root in roots)):
+    spec = OPERATIONS.get(request.kind)
+    if spec is None or (spec.root and not all(0 <= root < request.group.world_size for root in roots)):
         return []
     members = _members(request)
     return [operands for operands in request.operands if operands[0] in members]
@@ -106,49 +67,52 @@ def _placed(request: Request) -> list[Operands]:
 
 def _without_operand(request: Request, misplaced: set[str]) -> set[int]:
     """Ranks that lack an operand; not those whose operand another rank brought, as that is reported itself."""
-    needs = _NEEDS.get(request.kind, _Needs())
-    gives, takes = _who(request, needs.src), set() if needs.made else _who(request, needs.dst)
+    if not (placed := _placed(request)):
+        return set()
+    spec = OPERATIONS[request.kind]
+    gives, takes = _who(request, spec.gives), _who(request, "" if spec.makes else spec.outputs)
     return {
         rank
-        for rank, src, dst in _placed(request)
+        for rank, src, dst in placed
         if (rank in gives and src is None and "input" not in misplaced)
         or (rank in takes and dst is None and "output" not in misplaced)
     }
 
 
 def _misplaced(request: Request) -> list[tuple[int, str, str]]:
-    needs = _NEEDS.get(request.kind, _Needs())
-    found = []
-    for side, who in (("src", needs.src), ("dst", needs.dst)):
+    if not (placed := _placed(request)):
+        return []
+    spec, found = OPERATIONS[request.kind], []
+    for side, who in (("input", spec.gives), ("output", spec.outputs)):
         allowed = _who(request, who)
         whose = f"rank {min(allowed)}" if len(allowed) == 1 else f"one of {sorted(allowed)}"
-        for rank, src, dst in _placed(request):
-            key = src if side == "src" else dst
+        for rank, src, dst in placed:
+            key = src if side == "input" else dst
             if key is not None and rank not in allowed:
-                found.append((rank, "input" if side == "src" else "output", f"kept by {whose}" if allowed else "none"))
+                found.append((rank, side, f"kept by {whose}" if allowed else "none"))
     return found
 
 
 def _argument_violations(request: Request) -> list[Violation]:
     world, kind = request.group.world_size, request.kind
-    needs = _NEEDS.get(kind)
+    spec = OPERATIONS.get(kind)
     found = []
 
     def wrong(field: str, value: object, expected: str) -> None:
         found.append(Violation(kind="argument", rank=-1, field=field, found=as_name(value), expected=expected))
 
-    if needs is None:
-        wrong("op", kind.value, f"one of {', '.join(known.value for known in _NEEDS)}")
+    if spec is None:
+        wrong("op", kind.value, f"one of {', '.join(known.value for known in OPERATIONS)}")
         return found
-    if needs.root and not 0 <= request.root < world:
-        wrong(needs.root, request.root, f"a rank from 0 to {world - 1}")
+    if spec.root and not 0 <= request.root < world:
+        wrong(spec.root, request.root, f"a rank from 0 to {world - 1}")
     if kind is OpKind.SEND and not 0 <= request.peer < world:
         wrong("destination rank", request.peer, f"a rank from 0 to {world - 1}")
     if kind is OpKind.SEND and request.root == request.peer:
         wrong("destination rank", request.peer, "another rank than the source")
-    if needs.reduces and request.op is None:
+    if spec.folds and request.op is None:
         wrong("op", None, "a ReduceOp")
-    if request.snapshot and not (needs.reduces and not needs.dst and request.inplace):
+    if request.snapshot and not (spec.folds and spec.in_place and request.inplace):
         wrong("snapshot", True, "False: what it reads is not overwritten")
     if not 0 < request.timeout_s < math.inf:
         wrong("timeout_s", request.timeout_s, "a positive, finite number of seconds")
@@ -157,7 +121,7 @@ def _argument_violations(request: Request) -> list[Violation]:
 
 def brought(request: Request, key: Source) -> tuple[Operands, ...]:
     """The operands of a collective to which every rank brings all that it can, each named `key`."""
-    needs = _NEEDS[request.kind]
-    gives, takes = _who(request, needs.src), _who(request, needs.dst)
+    spec = OPERATIONS[request.kind]
+    gives, takes = _who(request, spec.gives), _who(request, spec.outputs)
     ranks = sorted(_members(request))
     return tuple((rank, key if rank in gives else None, key if rank in takes else None) for rank in ranks)

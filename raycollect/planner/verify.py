@@ -11,10 +11,11 @@ Where every element must be the left fold in rank order (P7), a folded value rem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
-from raycollect.core.model import PIECES, PREFIXES, OpKind, ReduceOp
+from raycollect.core.model import OpKind, ReduceOp
+from raycollect.core.operations import FOLDS, OPERATIONS, OperationSpec
 from raycollect.errors import InternalError
 from raycollect.planner.ir import Part
 from raycollect.planner.symbolic import Cell, Folds, Memory, Symbol, SymbolicRun
@@ -54,7 +55,7 @@ def _shape_problem(part: Part) -> str:
 
 def _op_problem(part: Part) -> str:
     steps = (step for template in part.templates for way in template.ways for step in way)
-    wrong = {step.op for step in steps if step.kind in _REDUCTIONS} - {part.request.op}
+    wrong = {step.op for step in steps if step.kind in FOLDS} - {part.request.op}
     return f"reduces by {wrong} where {part.request.op} is meant" if wrong else ""
 
 
@@ -103,8 +104,9 @@ def _outcome_problem(
     given: Sequence[Cell],
     bitwise: bool,
 ) -> str:
+    spec, at_root = OPERATIONS[kind], ranks.index(root) if root in ranks else -1
     for i, (rank, program) in enumerate(zip(ranks, programs, strict=True)):
-        expected = _POSTCONDITIONS[kind](i, ranks, root)
+        expected = _meant(spec, i, ranks, at_root)
         found = memory[i].get(program.result)
         if not _is_same(found, expected, bitwise):
             return f"leaves {None if found is None else tuple(found)} on rank {rank} where {expected} is meant"
@@ -124,36 +126,18 @@ def _is_same(found: Cell | None, expected: Cell | None, bitwise: bool) -> bool:
 
 
 def _given(kind: OpKind, rank: int, count: int) -> Cell:
-    in_pieces = PIECES.get(kind, (False, False))[0]
-    return tuple(((rank, piece),) for piece in range(count)) if in_pieces else (((rank, -1),),)
+    pieces = range(count) if OPERATIONS[kind].gives_pieces else (-1,)
+    return tuple(((rank, piece),) for piece in pieces)
 
 
-_REDUCTIONS = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.REDUCESCATTER, *PREFIXES)
-
-_Post = Callable[[int, tuple[int, ...], int], Cell | None]
+def _meant(spec: OperationSpec, i: int, ranks: tuple[int, ...], root: int) -> Cell | None:
+    """What the rank at position i must hold, where the root has that position; None: no result."""
+    if not spec.takes or (spec.takes == "root" and i != root):
+        return None
+    atoms = _atoms(ranks, spec.givers(i, len(ranks), root), i if spec.gives_pieces else -1)
+    return (atoms,) if spec.folds else tuple((atom,) for atom in atoms)
 
 
 @lru_cache(maxsize=64)
-def _whole(ranks: tuple[int, ...], piece: int = -1) -> Symbol:
-    return tuple((rank, piece) for rank in ranks)
-
-
-def _on_root(meant: _Post) -> _Post:
-    return lambda i, ranks, root: meant(i, ranks, root) if ranks[i] == root else None
-
-
-_POSTCONDITIONS: dict[OpKind, _Post] = {
-    OpKind.ALLREDUCE: lambda i, ranks, root: (_whole(ranks),),
-    OpKind.REDUCE: _on_root(lambda i, ranks, root: (_whole(ranks),)),
-    OpKind.BROADCAST: lambda i, ranks, root: (((root, -1),),),
-    OpKind.ALLGATHER: lambda i, ranks, root: tuple(((rank, -1),) for rank in ranks),
-    OpKind.GATHER: _on_root(lambda i, ranks, root: tuple(((rank, -1),) for rank in ranks)),
-    OpKind.SCATTER: lambda i, ranks, root: (((root, i),),),
-    OpKind.REDUCESCATTER: lambda i, ranks, root: (_whole(ranks, i),),
-    OpKind.ALLTOALL: lambda i, ranks, root: tuple(((rank, i),) for rank in ranks),
-    OpKind.SCAN: lambda i, ranks, root: (_whole(ranks[: i + 1]),),
-    OpKind.EXSCAN: lambda i, ranks, root: (_whole(ranks[: max(i, 1)]),),
-    OpKind.SEND: lambda i, ranks, root: (((root, -1),),),
-    OpKind.BARRIER: lambda i, ranks, root: None,
-}
-"""The meaning of a rank's result: (its position, ranks, root) -> its result buffer; None: no result."""
+def _atoms(ranks: tuple[int, ...], givers: Sequence[int], piece: int) -> Symbol:
+    return tuple((ranks[giver], piece) for giver in givers)

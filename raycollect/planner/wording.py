@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from raycollect.core.model import OpKind, ReduceOp
+from raycollect.core.operations import OPERATIONS
 from raycollect.planner.ir import Request
 from raycollect.planner.template import Local
 
 PEER: dict[OpKind | Local, str] = {
-    OpKind.REDUCE: "to",
-    OpKind.GATHER: "to",
-    OpKind.SEND: "to",
-    OpKind.BROADCAST: "from",
-    OpKind.SCATTER: "from",
     OpKind.RECV: "from",
+    **{kind: "to" if spec.takes == "root" else "from" for kind, spec in OPERATIONS.items() if spec.root},
+    OpKind.SEND: "to",
 }
 """Operation -> the preposition before its peer."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import raycollect as col
-from tests.contract.cases import NARROW, Case, Part, difference, leaves
+from tests.contract.cases import NARROW, Case, Part, called, difference, leaves
 from tests.contract.mismatches import Mismatch
 from tests.support.waiting import wait_until
 
@@ -185,11 +185,9 @@ class Member(col.CollectiveParticipant):
     def _told(self, part: Part, group: str, timeout_s: float) -> Told:
         if not part.operation:
             return Told(None)
-        table = _BY_TORCH if group == "torch" else _BY_MEMBERS
+        call = _by_torch if group == "torch" else _by_member
         try:
-            if group == "torch":
-                _set_timeout(timeout_s)
-            table[part.operation](part, group, timeout_s)
+            call(part, group, timeout_s)
         except Exception as exc:
             return Told(exc)
         return Told(None)
@@ -218,23 +216,14 @@ def _reset(part: Part, fresh: Part) -> None:
             one[...] = other
 
 
-_Table = dict[str, Callable[[Part, str, float], Any]]
+def _by_member(part: Part, group: str, timeout_s: float) -> None:
+    called(getattr(col, part.operation), {**part.arguments, "group_name": group, "timeout_s": timeout_s})
 
-_BY_MEMBERS: _Table = {
-    "allreduce": lambda p, g, s: col.allreduce(p.tensor, g, p.op, timeout_s=s),
-    "reduce": lambda p, g, s: col.reduce(p.tensor, p.root, g, p.op, timeout_s=s),
-    "broadcast": lambda p, g, s: col.broadcast(p.tensor, p.root, g, timeout_s=s),
-    "allgather": lambda p, g, s: col.allgather(p.pieces, p.tensor, g, timeout_s=s),
-    "reducescatter": lambda p, g, s: col.reducescatter(p.tensor, p.pieces, g, p.op, timeout_s=s),
-    "gather": lambda p, g, s: col.gather(p.pieces, p.tensor, p.root, g, timeout_s=s),
-    "scatter": lambda p, g, s: col.scatter(p.tensor, p.pieces, p.root, g, timeout_s=s),
-    "alltoall": lambda p, g, s: col.alltoall(p.pieces, p.tensor, g, timeout_s=s),
-    "scan": lambda p, g, s: col.scan(p.tensor, g, p.op, timeout_s=s),
-    "exscan": lambda p, g, s: col.exscan(p.tensor, g, p.op, timeout_s=s),
-    "send": lambda p, g, s: col.send(p.tensor, p.root, g, timeout_s=s),
-    "recv": lambda p, g, s: col.recv(p.tensor, p.root, g, timeout_s=s),
-    "barrier": lambda p, g, s: col.barrier(g, timeout_s=s),
-}
+
+def _by_torch(part: Part, group: str, timeout_s: float) -> None:
+    if _dist().group.WORLD is not None:
+        _dist().group.WORLD.set_timeout(timedelta(seconds=timeout_s))
+    BY_TORCH[part.operation](part)
 
 
 def _tensor(value: Any) -> Any:
@@ -260,21 +249,16 @@ def _dist() -> Any:
     return dist
 
 
-def _set_timeout(timeout_s: float) -> None:
-    if _dist().group.WORLD is not None:
-        _dist().group.WORLD.set_timeout(timedelta(seconds=timeout_s))
-
-
-_BY_TORCH: _Table = {
-    "allreduce": lambda p, g, s: _dist().all_reduce(_tensor(p.tensor), _op(p)),
-    "reduce": lambda p, g, s: _dist().reduce(_tensor(p.tensor), p.root, _op(p)),
-    "broadcast": lambda p, g, s: _dist().broadcast(_tensor(p.tensor), p.root),
-    "allgather": lambda p, g, s: _dist().all_gather(_tensor(p.pieces), _tensor(p.tensor)),
-    "reducescatter": lambda p, g, s: _dist().reduce_scatter(_tensor(p.tensor), _tensor(p.pieces), _op(p)),
-    "gather": lambda p, g, s: _dist().gather(_tensor(p.tensor), _tensor(p.pieces), p.root),
-    "scatter": lambda p, g, s: _dist().scatter(_tensor(p.tensor), _tensor(p.pieces), p.root),
-    "alltoall": lambda p, g, s: _dist().all_to_all(_tensor(p.pieces), _tensor(p.tensor)),
-    "send": lambda p, g, s: _dist().send(_tensor(p.tensor), p.root),
-    "recv": lambda p, g, s: _dist().recv(_tensor(p.tensor), p.root),
-    "barrier": lambda p, g, s: _dist().barrier(),
+BY_TORCH: dict[str, Callable[[Part], Any]] = {
+    "allreduce": lambda p: _dist().all_reduce(_tensor(p.tensor), _op(p)),
+    "reduce": lambda p: _dist().reduce(_tensor(p.tensor), p.root, _op(p)),
+    "broadcast": lambda p: _dist().broadcast(_tensor(p.tensor), p.root),
+    "allgather": lambda p: _dist().all_gather(_tensor(p.pieces), _tensor(p.tensor)),
+    "reducescatter": lambda p: _dist().reduce_scatter(_tensor(p.tensor), _tensor(p.pieces), _op(p)),
+    "gather": lambda p: _dist().gather(_tensor(p.tensor), _tensor(p.pieces), p.root),
+    "scatter": lambda p: _dist().scatter(_tensor(p.tensor), _tensor(p.pieces), p.root),
+    "alltoall": lambda p: _dist().all_to_all(_tensor(p.pieces), _tensor(p.tensor)),
+    "send": lambda p: _dist().send(_tensor(p.tensor), p.root),
+    "recv": lambda p: _dist().recv(_tensor(p.tensor), p.root),
+    "barrier": lambda p: _dist().barrier(),
 }

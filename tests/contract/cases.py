@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any
 
 import ml_dtypes
@@ -38,6 +39,21 @@ OPERATIONS = (*REDUCTIONS, "broadcast", "allgather", "gather", "scatter", "allto
 MOVING = OPERATIONS[1:-1]
 """The operations with tensors, less allreduce."""
 
+IN_LISTS = ("allgather", "gather", "alltoall")
+"""Those whose outputs are tensor lists."""
+
+AT_ROOT = ("reduce", "gather")
+"""Those of which only the root has an output."""
+
+OUTPUT_REFS = {
+    "allgather": "tensor_list_refs",
+    "reducescatter": "tensor_refs",
+    "gather": "tensor_list_ref",
+    "scatter": "tensor_refs",
+    "alltoall": "tensor_list_out_refs",
+}
+"""Operation -> the driver's parameter of the outputs, which are made where it is None; the others have none."""
+
 Array = np.ndarray[Any, Any]
 
 
@@ -59,6 +75,44 @@ class Call:
     peer: int = -1
     makes: bool = False
 
+    @property
+    def function(self) -> str:
+        """The driver's function."""
+        return {"send": "send_ref", "barrier": "barrier"}.get(self.operation, f"{self.operation}_refs")
+
+    @property
+    def sole(self) -> int | None:
+        """The one rank with an output; None: all have one."""
+        return self.peer if self.operation == "send" else self.root if self.operation in AT_ROOT else None
+
+    def arguments(self, tensors: list[Any], lists: list[Any], actors: list[Any]) -> dict[str, Any]:
+        """The values of the driver's parameters, by their names in any operation.
+
+        Refs are given in another order than that of their ranks.
+        """
+        given, given_lists = [*tensors[1:], *tensors[:1]], [*lists[2:], *lists[:2]]
+        values = {
+            "tensor_refs": given,
+            "tensor_list_refs": given_lists,
+            "tensor_list_in_refs": given,
+            "tensor_list_out_refs": given_lists,
+            "tensor_list_ref": lists[self.root],
+            "src_tensor_ref": tensors[self.root],
+            "dst_tensor_ref": actors[self.peer] if self.makes else tensors[self.peer],
+            "op": self.op,
+            "inplace": not self.makes,
+            "src_rank": self.root,
+            "dst_rank": self.root,
+        }
+        return values | ({OUTPUT_REFS[self.operation]: None} if self.makes and self.operation in OUTPUT_REFS else {})
+
+    def outputs(self, tensors: list[Any], lists: list[Any]) -> Any:
+        """The refs that the driver's function returns where none are made: those of the outputs, by rank."""
+        if self.operation == "barrier":
+            return None
+        found = lists if self.operation in IN_LISTS else tensors
+        return found if self.sole is None else found[self.sole]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
@@ -77,6 +131,24 @@ class Part:
     pieces: Any = None
     op: str = "sum"
     root: int = 0
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The values of the members' parameters, by their names in any operation."""
+        return {
+            "tensor": self.tensor,
+            "tensor_list": self.pieces,
+            "tensor_list_in": self.tensor,
+            "tensor_list_out": self.pieces,
+            "op": self.op,
+            "src_rank": self.root,
+            "dst_rank": self.root,
+        }
+
+
+def called(function: Callable[..., Any], values: dict[str, Any]) -> Any:
+    """Calls a function with those of the values that it has parameters for."""
+    return function(**{name: values[name] for name in signature(function).parameters if name in values})
 
 
 def leaves(value: Any) -> list[Array]:
@@ -140,9 +212,9 @@ class Case:
         part = self._part(rank, _expected)
         if self.operation == "send":
             return part.tensor if rank == self.peer else None
-        if self.operation in ("reduce", "gather") and rank != self.root:
+        if self.operation in AT_ROOT and rank != self.root:
             return None
-        return part.pieces if self.operation in ("allgather", "gather", "alltoall") else part.tensor
+        return part.pieces if self.operation in IN_LISTS else part.tensor
 
     def _part(self, rank: int, values: Callable[[Case, int], tuple[Any, Any]]) -> Part:
         if self.operation == "send":

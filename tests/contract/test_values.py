@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.contract.actors import BY_TORCH
 from tests.contract.cases import FAMILIES, Case
 from tests.contract.conftest import BACKENDS, Crews, table
 from tests.contract.ways import BY_MEMBERS, WAYS, run
@@ -14,7 +15,7 @@ def can(way: str, case: Case) -> bool:
     if way not in BY_MEMBERS:
         return case.layout != "no dimensions"  # methods return those by value
     if way == "torch":
-        return not case.makes and case.operation not in ("scan", "exscan") and case.layout == "plain"
+        return not case.makes and case.operation in BY_TORCH and case.layout == "plain"
     return not case.makes
 
 

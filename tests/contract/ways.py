@@ -10,7 +10,7 @@ import ray
 
 import raycollect as col
 from tests.contract.actors import CALL_TIMEOUT_S, Told
-from tests.contract.cases import WORLD, Call, Case
+from tests.contract.cases import WORLD, Call, Case, called
 from tests.contract.mismatches import Mismatch
 
 BY_DRIVER = ("refs", "batch", "captured", "step")
@@ -61,33 +61,12 @@ def operate(call: Call, operands: Operands, crew: Crew, timeout_s: float | None 
     Refs are given in another order than that of their ranks, and those of given outputs come back in that of the ranks.
     """
     tensors, lists = operands.tensors, operands.lists
-    root, peer, op, makes = call.root, call.peer, call.op, call.makes
-    given, given_lists = [*tensors[1:], *tensors[:1]], [*lists[2:], *lists[:2]]
-    into, into_lists = (None, None) if makes else (given, given_lists)
-    name, limit = crew.declared, {"timeout_s": timeout_s}
-    calls: dict[str, tuple[Callable[[], Any], Any]] = {
-        "allreduce": (lambda: col.allreduce_refs(given, name, op, inplace=not makes, **limit), tensors),
-        "scan": (lambda: col.scan_refs(given, name, op, inplace=not makes, **limit), tensors),
-        "exscan": (lambda: col.exscan_refs(given, name, op, inplace=not makes, **limit), tensors),
-        "reduce": (lambda: col.reduce_refs(given, root, name, op, inplace=not makes, **limit), tensors[root]),
-        "broadcast": (lambda: col.broadcast_refs(given, root, name, **limit), tensors),
-        "allgather": (lambda: col.allgather_refs(into_lists, given, name, **limit), lists),
-        "reducescatter": (lambda: col.reducescatter_refs(into, given_lists, name, op, **limit), tensors),
-        "gather": (lambda: col.gather_refs(None if makes else lists[root], given, root, name, **limit), lists[root]),
-        "scatter": (lambda: col.scatter_refs(into, lists[root], root, name, **limit), tensors),
-        "alltoall": (lambda: col.alltoall_refs(into_lists, given, name, **limit), lists),
-        "send": (
-            lambda: col.send_ref(tensors[root], crew.actors[peer] if makes else tensors[peer], name, **limit),
-            tensors[peer],
-        ),
-        "barrier": (lambda: col.barrier(name, **limit), None),
-    }
-    collective, outputs = calls[call.operation]
-    made = collective()
-    if not makes:
-        assert made is outputs or made == outputs
-        return {}
-    return dict(enumerate(made)) if isinstance(made, list) else {peer if call.operation == "send" else root: made}
+    values = {**call.arguments(tensors, lists, crew.actors), "group_name": crew.declared, "timeout_s": timeout_s}
+    made = called(getattr(col, call.function), values)
+    if call.makes:
+        return dict(enumerate(made)) if call.sole is None else {call.sole: made}
+    assert made == call.outputs(tensors, lists)
+    return {}
 
 
 def run(way: str, crew: Crew, cases: Sequence[Case]) -> dict[str, dict[int, str]]:

@@ -15,7 +15,8 @@ import numpy as np
 from raycollect.backends.arrays import Array, Flat
 from raycollect.backends.folds import fold
 from raycollect.backends.kernels import absent, movement, recognized, reduce_op, translated
-from raycollect.core.model import Kernel, Launch, OpKind, folded_ranks
+from raycollect.core.model import Kernel, Launch, OpKind
+from raycollect.core.operations import folded_ranks
 from raycollect.errors import GroupBrokenError, InternalError, PlanAbortedError
 
 OUTCOMES = 64  # How many ended launches are kept for slower peers to query

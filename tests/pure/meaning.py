@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from raycollect.core.model import PIECES, OpKind, ReduceOp
+from raycollect.core.model import OpKind, ReduceOp
+from raycollect.core.operations import PIECES
 
-KINDS = tuple(kind for kind in OpKind if kind is not OpKind.RECV)
 REDUCTIONS = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.REDUCESCATTER, OpKind.SCAN, OpKind.EXSCAN)
 ROOTED = (OpKind.REDUCE, OpKind.BROADCAST, OpKind.GATHER, OpKind.SCATTER)
 
@@ -43,24 +43,26 @@ def folded(op: ReduceOp, parts: Sequence[Any]) -> Any:
         return np.asarray(total).astype(dtype)
 
 
+_MEANINGS: dict[OpKind, Callable[[int, Sequence[Any], int, int, Any], Any]] = {
+    OpKind.ALLREDUCE: lambda r, gives, root, peer, op: folded(op, gives),
+    OpKind.REDUCE: lambda r, gives, root, peer, op: folded(op, gives) if r == root else None,
+    OpKind.BROADCAST: lambda r, gives, root, peer, op: gives[root],
+    OpKind.ALLGATHER: lambda r, gives, root, peer, op: list(gives),
+    OpKind.REDUCESCATTER: lambda r, gives, root, peer, op: folded(op, [give[r] for give in gives]),
+    OpKind.GATHER: lambda r, gives, root, peer, op: list(gives) if r == root else None,
+    OpKind.SCATTER: lambda r, gives, root, peer, op: gives[root][r],
+    OpKind.ALLTOALL: lambda r, gives, root, peer, op: [give[r] for give in gives],
+    OpKind.SCAN: lambda r, gives, root, peer, op: folded(op, gives[: r + 1]),
+    OpKind.EXSCAN: lambda r, gives, root, peer, op: folded(op, gives[:r]) if r else gives[0],
+    OpKind.SEND: lambda r, gives, root, peer, op: gives[root] if r in (root, peer) else None,
+    OpKind.BARRIER: lambda r, gives, root, peer, op: None,
+}
+KINDS = tuple(_MEANINGS)
+
+
 def meaning(kind: OpKind, gives: Sequence[Any], *, root: int = -1, peer: int = -1, op: Any = None) -> list[Any]:
     """What each rank takes; None: nothing."""
-    ranks = range(len(gives))
-    whole: dict[OpKind, Callable[[int], Any]] = {
-        OpKind.ALLREDUCE: lambda r: folded(op, gives),
-        OpKind.REDUCE: lambda r: folded(op, gives) if r == root else None,
-        OpKind.BROADCAST: lambda r: gives[root],
-        OpKind.ALLGATHER: lambda r: list(gives),
-        OpKind.REDUCESCATTER: lambda r: folded(op, [give[r] for give in gives]),
-        OpKind.GATHER: lambda r: list(gives) if r == root else None,
-        OpKind.SCATTER: lambda r: gives[root][r],
-        OpKind.ALLTOALL: lambda r: [give[r] for give in gives],
-        OpKind.SCAN: lambda r: folded(op, gives[: r + 1]),
-        OpKind.EXSCAN: lambda r: folded(op, gives[:r]) if r else gives[0],
-        OpKind.SEND: lambda r: gives[root] if r in (root, peer) else None,
-        OpKind.BARRIER: lambda r: None,
-    }
-    return [whole[kind](rank) for rank in ranks]
+    return [_MEANINGS[kind](rank, gives, root, peer, op) for rank in range(len(gives))]
 
 
 def gives_of(

@@ -27,7 +27,8 @@ from raycollect.backends.shm.segment import client_segment, server_segment
 from raycollect.backends.shm.staged import StagedKernels, slots_nbytes
 from raycollect.core.boxes import BoxExchange
 from raycollect.core.kernel_progress import here
-from raycollect.core.model import PIECES, PREFIXES, GroupSpec, Kernel, Launch, OpKind
+from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind
+from raycollect.core.operations import PIECES, PREFIXES
 from raycollect.core.protocols import Communicator, Joining, SegmentSource
 from raycollect.errors import GroupBrokenError
 

@@ -54,7 +54,8 @@ from raycollect.backends.kernels import (
 from raycollect.backends.shm.coalesced import CoalescedRow
 from raycollect.backends.shm.direct import DIRECT_FROM_NBYTES
 from raycollect.backends.shm.meeting import Meeting
-from raycollect.core.model import PREFIXES, Kernel, Launch, OpKind, ReduceOp, folded_ranks
+from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.operations import PREFIXES, folded_ranks
 
 CHUNK_NBYTES = 1 << 20  # The bytes of one staging slot; a multiple of every item size
 # (world size, chunk bytes) from which slices beat the redundant fold, as measured; smaller groups never slice

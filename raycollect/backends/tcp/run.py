@@ -24,7 +24,8 @@ from raycollect.backends.kernels import (
 )
 from raycollect.backends.tcp.link import TcpMesh
 from raycollect.backends.tcp.peer import FRAME_NBYTES, FrameBatch
-from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp, folded_ranks
+from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.operations import folded_ranks
 
 CHUNK_NBYTES = 2 << 20  # The bytes that a rank sends or stages at a time
 # (world size, bytes): the size up to which groups of at most that world size send arrays whole, as measured. Two ranks

@@ -21,7 +21,7 @@ class Alike(NamedTuple):
     ranks: tuple[int, ...]
 
 
-class Piece(NamedTuple):
+class BoxPiece(NamedTuple):
     """A box that travels whole: all of its holders have all of it, and all of its readers need all of it."""
 
     box: Box
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 class Matched(NamedTuple):
     """The pieces of tensors of one form, and what nobody holds."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[BoxPiece, ...]
     holes: tuple[tuple[Box, int, tuple[int, ...]], ...]  # (a box, the addend that is missing, who needs it)
 
 
@@ -56,7 +56,7 @@ def matched(src: Regions, dst: Regions) -> Matched:
             found.append(shared)
             covered += volume(shared)
             holes += [(shared, part, ranks) for part, some in enumerate(holders[at]) if not some]
-            pieces.append(Piece(shared, holders[at], readers))
+            pieces.append(BoxPiece(shared, holders[at], readers))
         if covered < volume(box):
             holes += [(gap, -1, ranks) for gap in without(box, found)]
     return Matched(tuple(pieces), tuple(holes))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from raycollect.planner.boxes import Box, BoxIndex, Point, common, extent, is_inside, moved, volume, words
 from raycollect.planner.layout import ITEMSIZES, Region, Regions
-from raycollect.planner.reshard.halves import Copy, Half, LocalBoxes, Round
+from raycollect.planner.reshard.halves import BoxRound, Copy, Half, LocalBoxes
 from raycollect.planner.reshard.request import Form, Reshard
 from raycollect.planner.reshard.rounds import ROUND_NBYTES
 
@@ -123,7 +123,7 @@ class _Proof:
             self._copied[key] = tuple(takes for _, takes in pairs)
         return self._copied[key]
 
-    def _round(self, rounds: Mapping[int, Round]) -> None:
+    def _round(self, rounds: Mapping[int, BoxRound]) -> None:
         for rank, one in rounds.items():
             if len(one.takers) != len(one.gives) or len(one.givers) != len(one.takes):
                 raise _WrongError(f"has columns of different lengths on rank {rank}")
@@ -146,7 +146,7 @@ class _Proof:
             raise _WrongError(_unlike(sent, taken))
         self._check_sizes(rounds, nbytes)
 
-    def _taken(self, rounds: Mapping[int, Round], addends: Mapping[tuple[int, int, int], int]) -> _Sent:
+    def _taken(self, rounds: Mapping[int, BoxRound], addends: Mapping[tuple[int, int, int], int]) -> _Sent:
         found: _Sent = defaultdict(lambda: defaultdict(list))
         takers = {rank: one for rank, one in rounds.items() if one.takes}
         for rank, one in takers.items():
@@ -219,7 +219,7 @@ class _Proof:
                     name = self._reshard.names[form.first]
                     raise _WrongError(f"does not write {words(region.bounds)} of {name!r} once on rank {rank}")
 
-    def _check_sizes(self, rounds: Mapping[int, Round], pairs: Mapping[int, Mapping[int, int]]) -> None:
+    def _check_sizes(self, rounds: Mapping[int, BoxRound], pairs: Mapping[int, Mapping[int, int]]) -> None:
         most = max((nbytes for takers in pairs.values() for nbytes in takers.values()), default=0)
         said = {one.most for one in rounds.values()}
         if said != {most}:

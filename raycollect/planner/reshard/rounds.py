@@ -9,7 +9,7 @@ from operator import add, sub
 from typing import Any, NamedTuple
 
 from raycollect.planner.boxes import Box, extent, halved, volume
-from raycollect.planner.reshard.halves import Copy, Half, LocalBoxes, Round
+from raycollect.planner.reshard.halves import BoxRound, Copy, Half, LocalBoxes
 from raycollect.planner.reshard.request import LocalTensor, Named, Reshard, local_tensors
 from raycollect.planner.reshard.routes import Routes, Transfer
 
@@ -71,7 +71,7 @@ class _Side:
         return self._known[id(tensors)]
 
 
-class _Part(NamedTuple):
+class _CutBox(NamedTuple):
     """A part of a transfer that fits into a round."""
 
     src: tuple[LocalBoxes, ...]  # at the givers: of each addend of a sum
@@ -127,19 +127,19 @@ class _Packer:
                     columns[taker][2].append(givers)
                     columns[taker][3].append(dst)
 
-    def written(self, ranks: Sequence[int]) -> dict[int, tuple[Round, ...]]:
-        found: dict[int, list[Round]] = {rank: [] for rank in ranks}
+    def written(self, ranks: Sequence[int]) -> dict[int, tuple[BoxRound, ...]]:
+        found: dict[int, list[BoxRound]] = {rank: [] for rank in ranks}
         known: _Known = {}
         for passes_on, columns, pairs in self._rounds:
             most = max(pairs.values())
-            idle = Round(most, False, (), (), (), ())
+            idle = BoxRound(most, False, (), (), (), ())
             for rank, rounds in found.items():
                 if rank not in columns:
                     rounds.append(idle)
                     continue
                 takers, gives, givers, takes = columns[rank]
                 there, here = _shared(known, gives), _shared(known, takes)
-                rounds.append(Round(most, passes_on and bool(gives), tuple(takers), there, tuple(givers), here))
+                rounds.append(BoxRound(most, passes_on and bool(gives), tuple(takers), there, tuple(givers), here))
         return {rank: tuple(rounds) for rank, rounds in found.items()}
 
 
@@ -151,7 +151,7 @@ def _shared(known: _Known, some: Sequence[Any]) -> tuple[Any, ...]:
     return known.setdefault(tuple(map(id, some)), tuple(some))
 
 
-def _cut(transfer: Transfer) -> Iterator[_Part]:
+def _cut(transfer: Transfer) -> Iterator[_CutBox]:
     """Cuts a transfer by names, and a box that is too large by its dimensions."""
     form, box, src_at, dst_at, _ = transfer
     limit = max(min(PIECE_NBYTES, ROUND_NBYTES // len(src_at)), form.itemsize)
@@ -164,7 +164,7 @@ def _cut(transfer: Transfer) -> Iterator[_Part]:
             *src, dst = (
                 LocalBoxes(form.first + begin, names, tuple(map(add, at, by)), size) for at in (*src_at, dst_at)
             )
-            yield _Part(tuple(src), dst, volume(piece) * names * form.itemsize)
+            yield _CutBox(tuple(src), dst, volume(piece) * names * form.itemsize)
 
 
 def _pieces(box: Box, most: int) -> list[Box]:

@@ -16,7 +16,7 @@ from operator import add, sub
 from typing import NamedTuple
 
 from raycollect.planner.boxes import Box, Point, halved, volume
-from raycollect.planner.reshard.matching import Alike, Piece, matched
+from raycollect.planner.reshard.matching import Alike, BoxPiece, matched
 from raycollect.planner.reshard.request import Form, Reshard
 
 
@@ -91,7 +91,7 @@ class _Router:
         self.copies: list[Transfer] = []
         self.stages: tuple[list[Transfer], ...] = ([], [], [], [])
 
-    def add(self, form: Form, piece: Piece) -> None:
+    def add(self, form: Form, piece: BoxPiece) -> None:
         src, dst = self._reshard.src_ranks, self._reshard.dst_ranks
         box = _Moving.of(form, piece.box)
         needed = box.places(piece.readers, dst)
@@ -159,7 +159,7 @@ class _Router:
             all_sent[giver] += box.nbytes
             self._received[rank] += box.nbytes
 
-    def _add_sum(self, form: Form, piece: Piece, readers: Mapping[int, Point]) -> None:
+    def _add_sum(self, form: Form, piece: BoxPiece, readers: Mapping[int, Point]) -> None:
         whole = _Moving.of(form, piece.box)
         addends = [dict(whole.places(some, self._reshard.src_ranks)) for some in piece.holders]
         own = {rank for some in addends for rank in some}

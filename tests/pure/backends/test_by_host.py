@@ -22,7 +22,7 @@ from raycollect.core.model import RANK_ORDER, GroupSpec, OpKind, ReduceOp
 from raycollect.core.protocols import Joining
 from raycollect.errors import InvalidGroupError
 from raycollect.planner import Topology
-from raycollect.planner.cost import priced
+from raycollect.planner.cost import HostLayout, priced
 from tests.pure import conformance
 from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar, ThreadTeam
 from tests.pure.conformance import (
@@ -180,7 +180,7 @@ def test_a_host_sends_the_minimum(team_of, monkeypatch, backend, kind, place, ho
     check_cases(team, [Case(kind=kind, dtype="float32", size=size, op=op)])
     assert max(sent.values()) <= 1.001 * MINIMUM[kind](hosts, ranks) * 4 * size
     given = size * 4 // (team.world_size if kind is OpKind.ALLGATHER else 1)
-    predicted = priced(kind, backends.get(backend).pricing, Topology.of(places)).traffic(given)
+    predicted = priced(kind, backends.get(backend).pricing, HostLayout.of(Topology.of(places))).traffic(given)
     assert sum(sent.values()) == pytest.approx(predicted[1], rel=0.001), "as the planner tells"
     assert inside == pytest.approx(predicted[0], rel=0.2 if kind is OpKind.REDUCE else 0.001)
 

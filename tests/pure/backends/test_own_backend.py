@@ -12,7 +12,8 @@ import pytest
 
 import raycollect
 from raycollect import backends
-from raycollect.core.model import PREFIXES, OpKind, Pricing, ReduceOp
+from raycollect.core.model import OpKind, Pricing, ReduceOp
+from raycollect.core.operations import PREFIXES
 from raycollect.errors import GroupBrokenError
 from raycollect.planner import Cluster, predict
 from tests.pure.communicators import ThreadTeam

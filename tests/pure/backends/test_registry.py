@@ -9,7 +9,8 @@ import pytest
 
 from raycollect import backends
 from raycollect.backends import Capabilities
-from raycollect.core.model import PREFIXES, GroupSpec, OpKind
+from raycollect.core.model import GroupSpec, OpKind
+from raycollect.core.operations import USUAL
 from raycollect.core.protocols import Joining
 from raycollect.errors import (
     BackendNotInstalledError,
@@ -47,7 +48,7 @@ def test_nccl_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
         BackendNotInstalledError, match=r"a requirement is missing .*cupy.*Install it: pip install .*cuda12"
     ):
         backends.load("NCCL", "g")
-    assert backends.ops_of("nccl") == tuple(kind.value for kind in OpKind if kind not in PREFIXES)
+    assert backends.ops_of("nccl") == tuple(kind.value for kind in OpKind if kind in USUAL)
 
 
 # ------------------------------------------------------------------------------- the program

@@ -24,7 +24,8 @@ import raycollect
 from raycollect.channel import messages
 from raycollect.channel.messages import MESSAGES, Done, Joined, Message
 from raycollect.core.codec import Codec, Wire
-from raycollect.core.model import OPS, TENSOR, GroupSpec, Structure, TensorInfo
+from raycollect.core.model import TENSOR, GroupSpec, Structure, TensorInfo
+from raycollect.core.operations import OPS
 from raycollect.core.placement import Placement
 from raycollect.engine.agreement import Side
 from raycollect.errors import ProtocolError, RaycollectError

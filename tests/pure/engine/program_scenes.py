@@ -13,7 +13,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from raycollect.backends import arrays, folds
-from raycollect.core.model import PIECES, OpKind, ReduceOp
+from raycollect.core.model import OpKind, ReduceOp
+from raycollect.core.operations import PIECES
 from tests.pure.fleet import Fleet, contain
 from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, gives_of, meaning, takers
 from tests.pure.planner.requests import COLLECTIVE_SUBSTITUTES

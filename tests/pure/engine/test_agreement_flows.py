@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raycollect.core.model import PIECES, TENSOR, OpKind, Structure, TensorInfo
+from raycollect.core.model import TENSOR, OpKind, Structure, TensorInfo
+from raycollect.core.operations import PIECES
 from raycollect.engine.agreement import Arrival, Side, Spec, decide, encode_arrival, judge
 from raycollect.errors import ProtocolError, Violation
 from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, gives_of, takers

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect.backends import arrays
-from raycollect.core.model import PIECES, PREFIXES, OpKind, ReduceOp, TensorInfo
+from raycollect.core.model import OpKind, ReduceOp, TensorInfo
+from raycollect.core.operations import PIECES, PREFIXES
 from raycollect.engine.fusion_buffer import FusedKernel, FusionBuffer, FusionPool, Item, room
 from raycollect.planner import Request, plan
 from raycollect.planner.fusion import PACKED_UP_TO_NBYTES, TOGETHER_FROM_NBYTES, buckets, coalesced

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raycollect.backends import arrays
-from raycollect.core.model import PIECES, OpKind
+from raycollect.core.model import OpKind
+from raycollect.core.operations import PIECES
 from raycollect.errors import MismatchError, ReadOnlyError, RefusedError, TensorDirtyError, TensorFreedError
 from tests.pure.engine.program_scenes import Scene, Stage, check, fleet_of, kept_by, run_on, scenes
 from tests.pure.fleet import Fleet, contain, launched

@@ -7,15 +7,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from raycollect.core.model import GroupSpec, Key, OpKind, ReduceOp, task_key
+from raycollect.core.operations import OPERATIONS, PAIR
 from raycollect.planner import Request
-from raycollect.planner.lower import SUBSTITUTES
-from tests.pure.meaning import REDUCTIONS, roots_of, takers
+from tests.pure.meaning import KINDS, REDUCTIONS, roots_of, takers
 from tests.support.values import replace
 
 ALL_OPS = tuple(kind.value for kind in OpKind)
-PAIR = (OpKind.SEND, OpKind.RECV)
+SUBSTITUTES = {kind: OPERATIONS[kind].substitutes for kind in KINDS if OPERATIONS[kind].substitutes}
+"""Operation -> the operations of which it is made where a backend lacks it."""
 COLLECTIVE_SUBSTITUTES = {kind: needs for kind, ways in SUBSTITUTES.items() for needs in ways if needs != PAIR}
-"""Operation -> the collectives of which it is made where a backend lacks it."""
+"""The same, of collectives alone."""
 Operands = tuple[int, Key | None, Key | None]
 
 

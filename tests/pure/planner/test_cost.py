@@ -10,13 +10,14 @@ from raycollect import backends
 from raycollect.core.model import OpKind, Pricing
 from raycollect.planner import Cluster, Link, Topology, predict
 from raycollect.planner.algorithms import envelope
-from raycollect.planner.cost import CONTENTION, FREE, Layout, Line, launch, priced
+from raycollect.planner.cost import CONTENTION, FREE, HostLayout, Line, launch, priced
 from raycollect.planner.pairs import pairwise_cost
 from raycollect.planner.topology import BETWEEN, INSIDE
 from tests.pure.counting import counted
+from tests.pure.meaning import KINDS
 from tests.support.values import replace
 
-COLLECTIVES = tuple(kind for kind in OpKind if kind not in (OpKind.SEND, OpKind.RECV))
+COLLECTIVES = tuple(kind for kind in KINDS if kind is not OpKind.SEND)
 TCP = backends.get("tcp")
 _PLACES = st.lists(st.integers(0, 4), min_size=1, max_size=12)
 
@@ -59,9 +60,9 @@ def test_of_equal_lines_one_is_taken() -> None:
 @given(_PLACES)
 def test_a_layout_says_of_a_topology_what_counting_says(places: list[int]) -> None:
     topology = Topology.of(places)
-    layout = Layout.of(topology, len(places) - 1)
+    layout = HostLayout.of(topology, len(places) - 1)
     hosts, ranks = topology.hosts, range(len(places))
-    assert (layout.world, layout.host_count) == (len(places), len(set(places)))
+    assert (layout.world, layout.hosts) == (len(places), len(set(places)))
     assert layout.largest == max(places.count(one) for one in places)
     assert layout.root_size == places.count(places[-1])
     pairs = [(a, b) for a in ranks for b in ranks if a != b]
@@ -85,7 +86,7 @@ def test_the_bytes_of_kernels_are_those_counted_pair_by_pair(
         by_host = backend != "torch:nccl" and 1 < topology.host_count < len(places)
         if by_host and kind in (OpKind.BROADCAST, OpKind.ALLGATHER):
             continue  # `test_by_host` counts it
-        cost = priced(kind, pricing_of(backend), Layout.of(topology, root, rank_order=True))
+        cost = priced(kind, pricing_of(backend), HostLayout.of(topology, root, rank_order=True))
         inside, between = counted(kind, backend, topology.hosts, root)
         assert (cost.inside, cost.between) == pytest.approx((inside, between))
 
@@ -93,21 +94,21 @@ def test_the_bytes_of_kernels_are_those_counted_pair_by_pair(
 @pytest.mark.parametrize("backend", ["gloo", "torch:gloo"])
 def test_a_broadcast_of_gloo_enters_each_host_once_too(backend: str) -> None:
     """Its own tree has the ranks of a host get it from another one: 4 times over these links."""
-    cost = priced(OpKind.BROADCAST, pricing_of(backend), Layout.uniform(3, 2))
-    assert cost == priced(OpKind.BROADCAST, pricing_of("tcp"), Layout.uniform(3, 2))
+    cost = priced(OpKind.BROADCAST, pricing_of(backend), HostLayout.uniform(3, 2))
+    assert cost == priced(OpKind.BROADCAST, pricing_of("tcp"), HostLayout.uniform(3, 2))
     assert (cost.inside, cost.between) == (3, 2)
 
 
 @pytest.mark.parametrize("world", range(1, 9))
 @pytest.mark.parametrize("kind", COLLECTIVES)
 def test_the_bytes_of_shared_memory_are_those_counted_pair_by_pair(kind: OpKind, world: int) -> None:
-    cost = priced(kind, pricing_of("shm"), Topology(hosts=(0,) * world))
+    cost = priced(kind, pricing_of("shm"), HostLayout.uniform(1, world))
     assert (cost.inside, cost.between) == pytest.approx(counted(kind, "shm", (0,) * world, 0))
 
 
 @pytest.mark.parametrize("backend", ["local", "shm", "tcp", "gloo", "torch:gloo", "nobody knows it"])
 def test_one_rank_moves_nothing_and_waits_for_nobody(backend: str) -> None:
-    alone = Layout.uniform(1, 1)
+    alone = HostLayout.uniform(1, 1)
     for kind in OpKind:
         assert priced(kind, pricing_of(backend), alone) == FREE
     assert launch(pricing_of(backend), alone) == FREE
@@ -116,7 +117,7 @@ def test_one_rank_moves_nothing_and_waits_for_nobody(backend: str) -> None:
 @pytest.mark.parametrize("backend", ["tcp", "gloo"])
 @pytest.mark.parametrize("kind", [kind for kind in COLLECTIVES if kind is not OpKind.BARRIER])
 def test_more_bytes_and_slower_links_take_longer(kind: OpKind, backend: str) -> None:
-    layout = Layout.uniform(3, 4)
+    layout = HostLayout.uniform(3, 4)
     line = priced(kind, pricing_of(backend), layout).line
     assert line.per_byte_s > 0
     slow = replace(layout, between=Link(latency_s=1, bandwidth=BETWEEN.bandwidth / 10))
@@ -126,7 +127,7 @@ def test_more_bytes_and_slower_links_take_longer(kind: OpKind, backend: str) -> 
 
 
 def test_on_one_host_the_links_between_hosts_cost_nothing() -> None:
-    near = Layout.uniform(1, 4)
+    near = HostLayout.uniform(1, 4)
     slow = replace(near, between=Link(latency_s=1, bandwidth=1))
     for kind in COLLECTIVES:
         assert priced(kind, TCP.pricing, near) == priced(kind, TCP.pricing, slow)
@@ -137,7 +138,7 @@ def test_on_one_host_the_links_between_hosts_cost_nothing() -> None:
 def test_ranks_of_one_host_share_the_link_between_hosts() -> None:
     """Two hosts: all that each rank of one has for the ranks of the other goes over one link."""
     for ranks in (1, 2, 4, 8):
-        line = priced(OpKind.ALLTOALL, pricing_of("tcp"), Layout.uniform(2, ranks)).line
+        line = priced(OpKind.ALLTOALL, pricing_of("tcp"), HostLayout.uniform(2, ranks)).line
         contention = CONTENTION if ranks > 1 else 1
         assert line.per_byte_s == pytest.approx(ranks / 2 * contention / BETWEEN.bandwidth)
 

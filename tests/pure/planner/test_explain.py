@@ -8,7 +8,8 @@ from importlib import import_module
 import ml_dtypes  # noqa: F401 - numpy knows bfloat16 by it
 import pytest
 
-from raycollect.core.model import PREFIXES, OpKind, ReduceOp
+from raycollect.core.model import OpKind, ReduceOp
+from raycollect.core.operations import PREFIXES
 from raycollect.planner import Link, Made, Request, plan
 from raycollect.planner.explain import explain, explain_step
 from raycollect.planner.report import MOST_ACTORS

@@ -7,14 +7,22 @@ import itertools
 import pytest
 
 from raycollect.core.model import Key, OpKind
+from raycollect.core.operations import PAIR
 from raycollect.errors import RefusedError, UnsupportedError
 from raycollect.planner import Local, Request, Role, decode_program, encode_program, plan, plan_part
 from raycollect.planner.algorithms import ALGORITHMS
 from raycollect.planner.ir import Part
-from raycollect.planner.lower import SUBSTITUTES
 from raycollect.planner.verify import verify
 from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, roots_of, takers
-from tests.pure.planner.requests import ALL_OPS, COLLECTIVE_SUBSTITUTES, PAIR, givers, key_of, request_of, requests_of
+from tests.pure.planner.requests import (
+    ALL_OPS,
+    COLLECTIVE_SUBSTITUTES,
+    SUBSTITUTES,
+    givers,
+    key_of,
+    request_of,
+    requests_of,
+)
 from tests.support.values import replace
 
 MADE = (OpKind.ALLGATHER, OpKind.REDUCESCATTER, OpKind.GATHER, OpKind.SCATTER, OpKind.ALLTOALL, OpKind.SEND)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from raycollect.core.model import PREFIXES, OpKind, ReduceOp
+from raycollect.core.model import OpKind, ReduceOp
+from raycollect.core.operations import PREFIXES
 from raycollect.errors import InternalError
 from raycollect.planner import Link, Local, Request, Role, Step, plan_part
 from raycollect.planner.ir import Part
