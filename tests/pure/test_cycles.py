@@ -152,7 +152,7 @@ def test_a_communicator_that_is_closed_leaves_nothing(backend, monkeypatch):
             for one in [team.start(rank, _sum, launch, 3 + rank) for rank in team.everyone]:
                 one.result(20)
         team.close()
-        Threads.made.clear()
+        Threads.instances.clear()
         Threads.meetings.clear()
 
     life()  # what a process makes once

