@@ -22,7 +22,7 @@ import ray
 from raycollect.core import threads
 from raycollect.core.codec import Codec
 from raycollect.core.model import Key
-from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge.ray_refs import on_last_ref
 from raycollect.ray_bridge.serialization import PackedRef, as_bytes, take_over
 
 __all__ = ["CallTokens", "LentToken", "let_go"]
@@ -119,9 +119,8 @@ class CallTokens:
         self._handle = _taking_tokens(handle)
         self._owner = owner
         self._methods = methods
-        self._order: Callable[[int], list[Any]] | None = (
-            order if take_over(_TokenArgument, _TokenArgument.form) else None
-        )
+        is_supported = self._handle is not None and take_over(_TokenArgument, _TokenArgument.form)
+        self._order: Callable[[int], list[Any]] | None = order if is_supported else None
         self._tell = tell
         self._soon = soon
         self._ready: list[tuple[_TokenArgument, list[Key]]] = []
@@ -209,7 +208,7 @@ class CallTokens:
         if self._coming and ray.wait(self._coming[:1], timeout=0, fetch_local=False)[0]:  # they are returns of one task
             for ref in self._coming:
                 cell: list[Key] = []
-                if ray_internals.on_last_ref(ref, partial(self._nobody_holds, cell)):
+                if on_last_ref(ref, partial(self._nobody_holds, cell)):
                     self._ready.append((_TokenArgument.of(ref, self._owner), cell))
             self._coming = []
 
@@ -232,9 +231,12 @@ class CallTokens:
 
 
 def _taking_tokens(handle: Any) -> Any:
-    """A handle of the same actor, whose methods have one more argument; it does not keep the actor alive."""
+    """A weak handle of the same actor whose methods have one more argument; None if this Ray offers no way."""
+    signatures = getattr(handle, "_ray_method_signatures", None)
+    if not isinstance(signatures, dict):
+        return None
     made = object.__new__(type(handle))
     made.__dict__.update(handle.__dict__)
     made._ray_weak_ref = True
-    made._ray_method_signatures = {name: [_TOKEN, *known] for name, known in handle._ray_method_signatures.items()}
+    made._ray_method_signatures = {name: [_TOKEN, *known] for name, known in signatures.items()}
     return made

@@ -1,13 +1,11 @@
 """What this process has submitted last to actors that it drives, in the order in which Ray runs it.
 
-Ray has no hook for all calls of an actor's methods, so the function through which `ActorHandle` submits each of them is
-replaced. It sees private methods and ``__ray_call__`` too, which no decorator of the class would. What is used of Ray,
-and why it holds, stands in docs/adr/0001-ray-internals.md.
+The hook is in the function through which `ActorHandle` submits each call, private methods and ``__ray_call__``
+included, which no decorator of the class would see.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +20,7 @@ from ray.actor import ActorHandle
 from raycollect.core.model import TASK_NBYTES, Key
 from raycollect.core.signals import waiting
 from raycollect.ray_bridge.call_tokens import CallTokens
+from raycollect.ray_bridge.hooks import hook
 
 _FUNNEL = "_actor_method_call"
 _OWN = "_raycollect_"  # prefix of the library's own methods, whose order is that of plans
@@ -147,17 +146,11 @@ _watched: WeakValueDictionary[Any, SubmittedCalls] = WeakValueDictionary()  # by
 _watching = threading.RLock()  # a finalizer may declare a group
 
 
-def watch_retries() -> None:
-    """Notes from now on which calls Ray may try again."""
-    with _watching:
-        see_calls()
-
-
 def watch(handle: Any) -> SubmittedCalls | None:
     """Notes the calls of an actor from now on, as long as the result is referred to; None: this Ray offers no way."""
+    if not see_calls():
+        return None
     with _watching:
-        if not see_calls():
-            return None
         found = _watched.get(handle._actor_id)
         if found is None:
             found = _watched[handle._actor_id] = SubmittedCalls()
@@ -171,11 +164,14 @@ def recording() -> Recorder | None:
 
 
 def see_calls() -> bool:
-    """Sees all calls of methods from now on; False: this Ray offers no way."""
-    submit = getattr(ActorHandle, _FUNNEL, None)
-    if submit is None or hasattr(submit, "__raycollect__"):
-        return submit is not None
+    """Sees all calls of methods from now on, and which of them Ray may retry; False if this Ray offers no way."""
+    if not hasattr(ActorHandle, _FUNNEL):
+        return False
+    hook(ActorHandle, _FUNNEL, _seeing)
+    return True
 
+
+def _seeing(submit: Callable[..., Any]) -> Callable[..., Any]:
     def noted(handle: Any, name: str, options: dict[str, Any]) -> Any:
         calls = _watched.get(handle._ray_actor_id)
         if calls is None or name.startswith(_OWN):
@@ -186,17 +182,14 @@ def see_calls() -> bool:
             _note_retried(_task_of(made))
         return made
 
-    @functools.wraps(submit)
     def call(self: Any, method_name: str, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
         options.update(args=args, kwargs=kwargs)
         found = recording()
         if found is None or _is_own(method_name, args):
             return noted(self, method_name, options)
-        return found.method(functools.partial(noted, self, method_name, options), self, method_name, options)
+        return found.method(partial(noted, self, method_name, options), self, method_name, options)
 
-    call.__raycollect__ = True  # type: ignore[attr-defined]
-    setattr(ActorHandle, _FUNNEL, call)
-    return True
+    return call
 
 
 def _is_own(name: str, args: Any) -> bool:
