@@ -173,7 +173,7 @@ class ClusterReader:
         except (OSError, ValueError, OverflowError) as exc:
             raise ConnectionError(f"no Ray cluster answers at {address}: {exc}") from exc
         try:
-            self._store, self._state = ray_cluster.read_cluster(address)
+            self._store, self._tables = ray_cluster.read_cluster(address)
         except (RayError, RuntimeError) as exc:
             detail = str(exc).partition(". ")[0]
             if "AuthToken" in detail:
@@ -183,7 +183,7 @@ class ClusterReader:
     def alive_nodes(self) -> int:
         """Counts the nodes that live; ConnectionError: the cluster does not answer."""
         with self._answering():
-            return sum(bool(node["Alive"]) for node in self._state.node_table())
+            return self._tables.living_nodes()
 
     def groups(self, name: str | None = None) -> tuple[GroupRecord, ...]:
         """The groups that are declared now, or those of one name; the oldest first, with their actors' states.
@@ -211,7 +211,7 @@ class ClusterReader:
 
     def _posted(self) -> list[GroupRecord]:
         found = []
-        ended = {job["JobID"] for job in self._state.job_table() if job["IsDead"]}
+        ended = self._tables.ended_jobs()
         for key in self._store.keys(_PREFIX, timeout_s=ANSWER_TIMEOUT_S):
             record = self._store.get(key, timeout_s=ANSWER_TIMEOUT_S)
             one = GroupRecord.from_bytes(record) if record else None  # it may have ended since
@@ -224,10 +224,10 @@ class ClusterReader:
     def _is_left_behind(self, one: GroupRecord, ended: set[str]) -> bool:
         if one.job_id in ended:  # no job, and no process of an actor, ever comes back
             return True
-        return bool(one.actor_id) and _state_of(self._state.actor_table(one.actor_id), one.pid) in GONE
+        return bool(one.actor_id) and _state_of(self._tables.actor(one.actor_id), one.pid) in GONE
 
     def _as_it_is(self, member: MemberRecord) -> MemberRecord:
-        actor = self._state.actor_table(member.actor_id)
+        actor = self._tables.actor(member.actor_id)
         return replace(member, state=_state_of(actor, member.pid), restarts=int(actor.get("NumRestarts", 0)))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -71,6 +71,33 @@ class KeyValueStore:
         self._client.internal_kv_del(key, by_prefix, NAMESPACE, timeout=timeout_s)
 
 
+class ClusterTables:
+    """What a cluster knows of its nodes, jobs and actors.
+
+    Args:
+        state: Ray's reader of the tables.
+
+    Raises:
+        RayError, RuntimeError: By each method, if the cluster does not answer.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def living_nodes(self) -> int:
+        """The number of living nodes."""
+        return sum(bool(node["Alive"]) for node in self._state.node_table())
+
+    def ended_jobs(self) -> set[str]:
+        """The ids of jobs that have ended."""
+        return {job["JobID"] for job in self._state.job_table() if job["IsDead"]}
+
+    def actor(self, actor_id: str) -> Mapping[str, Any]:
+        """Ray's ``State``, ``Pid`` and ``NumRestarts`` of an actor; empty if Ray does not know it any more."""
+        found: Mapping[str, Any] = self._state.actor_table(actor_id)
+        return found
+
+
 def cluster_address(named: str) -> str:
     """The ``"host:port"`` of a cluster's control store, from a name that `ray.init` takes, without I/O.
 
@@ -81,15 +108,15 @@ def cluster_address(named: str) -> str:
     return str(services.canonicalize_bootstrap_address_or_die(named))
 
 
-def read_cluster(address: str) -> tuple[KeyValueStore, Any]:
-    """Returns a cluster's key-value store, and Ray's reader of its tables, without becoming a driver there.
+def read_cluster(address: str) -> tuple[KeyValueStore, ClusterTables]:
+    """Returns a cluster's key-value store and tables, without becoming a driver there.
 
     Raises:
         RayError, RuntimeError: Nobody answers there, or a Ray of another version.
     """
-    store, tables = KeyValueStore(_raylet_types.GcsClient(address=address)), GlobalState()
+    store, reader = KeyValueStore(_raylet_types.GcsClient(address=address)), GlobalState()
     options = _raylet_types.GcsClientOptions.create(
         address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False
     )
-    tables._initialize_global_state(options)
-    return store, tables
+    reader._initialize_global_state(options)
+    return store, ClusterTables(reader)
