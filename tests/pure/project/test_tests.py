@@ -32,7 +32,7 @@ MOST_PATCHES = {
     "faults": 2,
     "pure": 3,
     "pure/backends": 54,
-    "pure/captured": 3,
+    "pure/captured": 2,
     "pure/channel": 11,
     "pure/cli": 4,
     "pure/core": 14,
