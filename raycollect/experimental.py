@@ -49,14 +49,10 @@ def get_collective_groups(actors: Sequence[Any] | None = None, backend: str | No
         UnknownBackendError: No backend of that name exists.
     """
     controller = Controller.current()
-    wanted = {actor._actor_id for actor in actors or ()}
+    wanted = set(actors or ())
     name = None if backend is None else backends.get(backend).name
     groups = [Group(controller, *declared) for declared in controller.groups.declared()]
-    return [
-        group
-        for group in groups
-        if wanted <= {actor._actor_id for actor in group.actors} and name in (None, group.backend)
-    ]
+    return [group for group in groups if wanted <= set(group.actors) and name in (None, group.backend)]
 
 
 def destroy_all_collective_groups() -> None:

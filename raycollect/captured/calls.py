@@ -11,7 +11,7 @@ from raycollect.driver.dispatch import RequestKey
 from raycollect.driver.pending import Pending
 from raycollect.driver.requests import RequestList
 from raycollect.engine.step_program import captured_key
-from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge import ray_actors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,7 +87,7 @@ class StepRequests(RequestList):
         )
         self.calls.append(one)
         if self._is_traced:
-            made._traced = f"what {method} of {ray_internals.describe_actor(actor)} gives, called at {user_line()}"
+            made._traced = f"what {method} of {ray_actors.describe_actor(actor)} gives, called at {user_line()}"
         return made
 
     def end_plan(self) -> None:

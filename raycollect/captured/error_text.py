@@ -14,7 +14,7 @@ from raycollect.errors import (
     RefusedError,
     Violation,
 )
-from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge import ray_actors
 
 _Error = TypeVar("_Error", bound=RaycollectError)
 
@@ -32,7 +32,7 @@ class StepErrorText:
         self._values = {
             step: f"what call {step} ({kind}) gave" for step, kind in zip(request_list.steps, kinds, strict=True)
         }
-        actors = {call.made.actor_id: ray_internals.describe_actor(call.actor) for call in request_list.calls}
+        actors = {call.made.actor_id: ray_actors.describe_actor(call.actor) for call in request_list.calls}
         for call in request_list.calls:
             self._values[call.step] = f"what call {call.step} ({call.method}) of {actors[call.made.actor_id]} gave"
         groups = dict.fromkeys(asked.group for asked in request_list.asked)

@@ -43,7 +43,7 @@ from raycollect.errors import (
 from raycollect.errors.text import listed
 from raycollect.planner import Membership, Source
 from raycollect.pos.handle import Handle
-from raycollect.ray_bridge import direct_transport, ray_internals
+from raycollect.ray_bridge import direct_transport, ray_session
 
 GRACE_S = 1.0  # how long others may take to report their errors after the first error, in seconds
 
@@ -126,7 +126,7 @@ class _Installation:
 
     def _doorbell(self) -> tuple[Doorbell | None, list[int]]:
         """A doorbell for the participants of this machine, and their slots at it; -1: none."""
-        here = ray_internals.machine_id()
+        here = ray_session.machine_id()
         slots, count = [], 0
         for _, member in self.step_plan.homes:
             slots.append(count if member.machine == here else -1)

@@ -19,7 +19,7 @@ from raycollect.engine.step_program import Given
 from raycollect.engine.value_codec import pack_value
 from raycollect.errors import CaptureError, Violation, refusal, wrong_argument
 from raycollect.errors.text import a_type, listed
-from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge import ray_actors, ray_refs
 
 _AS_ARGUMENT = (
     "a plain value or an array, alone or in lists, tuples and dicts; pass anything else as an argument of its own: a "
@@ -89,13 +89,13 @@ class Recording(Batch):
 
     def method(self, submit: Callable[[], Any], handle: Any, name: str, options: dict[str, Any]) -> Pending:
         """Records ``actor.method.remote()``."""
-        unusual = ray_internals.unusual_options(handle, name, options)
+        unusual = ray_actors.unusual_options(handle, name, options)
         if unusual:
             expected = "left out: a run of a step calls the method itself, without a task"
             found = [wrong_argument(option, value, expected) for option, value in unusual.items()]
             raise refusal(f"call of {name}", "", tuple(found))
         self._must_precede_batch(name)
-        kwargs = {key: value for key, value in (options["kwargs"] or {}).items() if key != "_ray_trace_ctx"}  # of Ray
+        kwargs = {key: value for key, value in (options["kwargs"] or {}).items() if key != ray_actors.TRACE_ARGUMENT}
         return self._record(handle, name, options["args"] or (), kwargs)
 
     def _must_precede_batch(self, name: str) -> None:
@@ -109,13 +109,13 @@ class Recording(Batch):
 
     def call(self, method: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pending:
         """Records a method call (`Capture.call`)."""
-        named = ray_internals.read_method(method)
+        named = ray_actors.read_method(method)
         if named is None:
             raise refusal("call", "", (wrong_argument("method", *_no_method(method)),))
         return self._record(*named, args, kwargs)
 
     def _record(self, actor: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pending:
-        actor_id = actor._actor_id.hex()
+        actor_id = ray_actors.id_of(actor)
         violations = list(operand_binding.strangers([Operand(ref=None, key=None, actor_id=actor_id)]))
         if not violations:
             violations += _misfits(actor, method, args, kwargs)
@@ -169,7 +169,7 @@ class Recording(Batch):
         value = plain(value)
         if not isinstance(value, ray.ObjectRef):
             return value
-        key, maker = ray_internals.read_ref(value)
+        key, maker = ray_refs.read_ref(value)
         return Ref(key, value, maker, where)
 
 
@@ -181,14 +181,14 @@ def _no_method(value: Any) -> tuple[str, str]:
 
 
 def _misfits(actor: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Violation]:
-    known = ray_internals.methods_of(actor)
+    known = ray_actors.methods_of(actor)
     if known is None:
         return []
-    who = ray_internals.describe_actor(actor)
+    who = ray_actors.describe_actor(actor)
     if method not in known:
         public = [name for name in known if not name.startswith("_")]
         return [wrong_argument("method", f"{method!r}, which {who} lacks", f"one of {listed(public)}")]
-    if ray_internals.is_generator(actor, method):
+    if ray_actors.is_generator(actor, method):
         found, expected = f"{method!r} of {who}, a generator", "one that returns its value"
         return [Violation(kind="unsupported", field="method", found=found, expected=expected)]
     try:

@@ -24,7 +24,7 @@ from raycollect.errors import Violation, refusal, wrong_argument, wrong_flags, w
 from raycollect.errors.text import a_type, shown
 from raycollect.group import membership as groups
 from raycollect.planner import STAGING_NBYTES, Membership
-from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge import ray_actors, ray_session
 from raycollect.ray_bridge.driver_handle import is_handle
 
 _MOST_NUMBER = 1 << 63  # ranks, and numbers of GPUs, are far below
@@ -74,7 +74,7 @@ class Call:
         self._operation = OPERATIONS[kind]
         self._group_name = name_of(group_name)
         self._is_name = isinstance(group_name, str)
-        was_started = ray_internals.is_started()
+        was_started = ray_session.is_started()
         if was_started:
             self.controller: Controller = Controller.current()
         self._batch = batch.current()
@@ -166,7 +166,7 @@ class Call:
             elif type(ref) is Pending:
                 one = operand_binding.operand(ref.ref, position, self._wait)
             elif is_handle(ref) and self._makes(name, position):
-                one = Operand(ref=None, key=None, actor_id=ref._actor_id.hex())
+                one = Operand(ref=None, key=None, actor_id=ray_actors.id_of(ref))
             elif self._driver_rank is not None and (mine := self._driver_rank.operand(ref)) is not None:
                 one = mine
             else:

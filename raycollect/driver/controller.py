@@ -33,7 +33,7 @@ from raycollect.member.runtime import Runtime, this_runtime
 from raycollect.observe.timeline_session import TimelineSession
 from raycollect.planner import Membership, plan_cache
 from raycollect.pos import fetch
-from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge import ray_session
 
 _MOST_LINKS = 256  # for how many plans it is known who takes part
 
@@ -61,8 +61,8 @@ class Controller:
     @classmethod
     def current(cls) -> Controller:
         """The controller of this process and Ray session; starts Ray if need be."""
-        ray_internals.ensure_ray()
-        session, current = ray_internals.session(), cls._current
+        ray_session.ensure_ray()
+        session, current = ray_session.core_worker(), cls._current
         if current is not None and current.session is session:
             return current
         with cls._making:
@@ -83,7 +83,7 @@ class Controller:
     def running(cls) -> Controller | None:
         """The controller of this process and Ray session, if there is one; starts nothing."""
         current = cls._current
-        return current if current is not None and ray_internals.is_in(current.session) else None
+        return current if current is not None and ray_session.is_in(current.session) else None
 
     @classmethod
     def is_rank_of(cls, group_name: GroupLike) -> bool:
@@ -262,4 +262,4 @@ def _close_running() -> None:
         threads.survives(running.close)
 
 
-_close_before_ray = cache(partial(ray_internals.before_shutdown, _close_running, is_last=True))
+_close_before_ray = cache(partial(ray_session.before_shutdown, _close_running, is_last=True))

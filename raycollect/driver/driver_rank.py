@@ -18,7 +18,6 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import ray
-from ray._raylet import ActorID
 
 from raycollect.backends import arrays
 from raycollect.channel.messages import Leave, Order
@@ -32,7 +31,7 @@ from raycollect.member.runtime import Runtime
 from raycollect.planner import decode_order
 from raycollect.pos import Container
 from raycollect.pos.handle import Handle
-from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge import ray_actors
 from raycollect.ray_bridge.driver_handle import DriverHandle
 
 _ID_NBYTES = 16  # of Ray's id of an actor
@@ -103,9 +102,9 @@ class DriverRank:
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        made = ActorID(os.urandom(_ID_NBYTES - 4) + bytes.fromhex(ray.get_runtime_context().get_job_id()))
-        me = ray_internals.current_actor_id()
-        name = f"the driver {ray_internals.short_actor(ray_internals.current_class(), me)}" if me else "the driver"
+        made = ray.ActorID(os.urandom(_ID_NBYTES - 4) + bytes.fromhex(ray.get_runtime_context().get_job_id()))
+        me = ray_actors.current_actor_id()
+        name = f"the driver {ray_actors.short_actor(ray_actors.current_class(), me)}" if me else "the driver"
         self.actor_id: str = made.hex()
         self.participant: _Participant = _Participant(runtime, self.actor_id, name)
         link = partial(DriverLink, self.participant)

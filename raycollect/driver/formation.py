@@ -21,7 +21,7 @@ from raycollect.group import cluster_registry, link_costs
 from raycollect.group.declaration import Declaration
 from raycollect.group.membership import membership_of, placed
 from raycollect.planner import Membership
-from raycollect.ray_bridge import submitted_calls
+from raycollect.ray_bridge import ray_actors, submitted_calls
 
 _log = logging.getLogger("raycollect")
 
@@ -69,11 +69,11 @@ class Formation:
     ) -> Declared:
         """Forms a group and adds it, in the place of `old`, which is as it was where not all are ready to join."""
         member_discovery.check(declaration)
-        calls = {actor._actor_id.hex(): submitted_calls.watch(actor) for actor in declaration.actors}
+        calls = {ray_actors.id_of(actor): submitted_calls.watch(actor) for actor in declaration.actors}
         with Allowed():
             infos = member_discovery.describe(declaration, deadline_s)  # all calls before have ended by then
             membership = _membership(declaration, infos, deadline_s, old, is_derived=is_derived)
-        actors = {actor._actor_id.hex(): actor for actor in declaration.actors}
+        actors = {ray_actors.id_of(actor): actor for actor in declaration.actors}
         self.coordinators.open(membership)
         try:
             for info in infos:

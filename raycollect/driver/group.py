@@ -21,7 +21,7 @@ from raycollect.group.rank_table import ActorPlacement, RankTable
 from raycollect.member import init
 from raycollect.planner import Membership
 from raycollect.planner.wording import counted
-from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge import ray_session
 from raycollect.ray_bridge.driver_handle import DriverHandle, is_handle
 
 _log = logging.getLogger("raycollect")
@@ -306,10 +306,10 @@ def declare_collective_group(
         "pg_options": pg_options,
         "timeout_s": timeout_s,
     }
-    if ray_internals.is_started():
+    if ray_session.is_started():
         Controller.current()  # it may not be allowed here; but no cluster is started for what can't be
     declaration = Declaration.of(actors, **_with_options(asked, options))
-    if not ray_internals.is_started():
+    if not ray_session.is_started():
         raise ActorGoneError(op="declare", group_name=declaration.name, detail=member_discovery.OF_ANOTHER_RAY)
     controller = Controller.current()
     return Group(controller, *controller.groups.declare(declaration))
@@ -360,10 +360,10 @@ def destroy_collective_group(group_name: GroupLike = "default") -> None:
     if init.is_group_initialized(name) and not Controller.is_rank_of(name):
         init.destroy_collective_group(name)
         return
-    if not ray_internals.is_started():
+    if not ray_session.is_started():
         raise groups.unknown(name, "no Ray runs in this process, so no group is declared")
     controller = Controller.current()
-    if ray_internals.is_worker() and controller.groups.find(name) is None:
+    if ray_session.is_worker() and controller.groups.find(name) is None:
         _log.warning("there is no group %r to destroy in this process", name)
     else:
         controller.groups.destroy(name)

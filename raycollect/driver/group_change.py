@@ -12,7 +12,7 @@ from raycollect.errors import InvalidGroupError
 from raycollect.errors.text import a_type, listed, shown
 from raycollect.group.membership import is_participant
 from raycollect.planner import Membership
-from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge import ray_actors
 from raycollect.ray_bridge.driver_handle import is_handle
 
 ANSWER_S = 2.0
@@ -68,7 +68,7 @@ def _newcomer_problems(membership: Membership, actors: Sequence[Any]) -> list[st
         if not is_handle(actor):
             problems.append(f"not an actor handle: {a_type(actor)} (call Class.remote(...) first)")
             continue
-        rank, who = membership.rank_of(actor._actor_id.hex()), ray_internals.describe_actor(actor)
+        rank, who = membership.rank_of(ray_actors.id_of(actor)), ray_actors.describe_actor(actor)
         if rank >= 0:
             problems.append(f"{who} is a member already: rank {rank}")
         elif everybody and not is_participant(actor):
@@ -82,9 +82,9 @@ def _ranks(membership: Membership, members: Any, problems: list[str]) -> list[in
     ranks, size = [], membership.spec.world_size
     for one in _several(members):
         if is_handle(one):
-            rank = membership.rank_of(one._actor_id.hex())
+            rank = membership.rank_of(ray_actors.id_of(one))
             if rank < 0:
-                problems.append(f"{ray_internals.describe_actor(one)} is not a member")
+                problems.append(f"{ray_actors.describe_actor(one)} is not a member")
         else:
             try:
                 rank = -1 if isinstance(one, bool) else operator.index(one)

@@ -35,7 +35,7 @@ from raycollect.group import cluster_registry
 from raycollect.group.declaration import Declaration
 from raycollect.group.membership import unknown
 from raycollect.planner import Membership
-from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge import ray_actors
 
 _log = logging.getLogger("raycollect")
 
@@ -263,7 +263,7 @@ class Groups(Formation):
                 return known
             self._ended += self._derived.take(lambda one: one.participants == actor_ids)  # it is broken
             self._dissolve_ended()
-            actors = tuple(ray_internals.actor_handle(actor_id) for actor_id in actor_ids)
+            actors = tuple(ray_actors.actor_handle(actor_id) for actor_id in actor_ids)
             name = f"derived-{secrets.token_hex(3)}"
             declaration = Declaration(name=name, backend="auto", actors=actors, timeout_s=timeout_s)
             membership, _ = self._form(declaration, deadline_s, lambda one: self._derived.add(one[0]), is_derived=True)

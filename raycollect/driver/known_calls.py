@@ -20,7 +20,7 @@ from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import DispatchPlan, RequestKey, Submission, prepare, send_prepared
 from raycollect.driver.work import Work, wait_or_abort
 from raycollect.planner import STAGING_NBYTES
-from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge import ray_refs
 
 MOST = 256
 """How many calls are remembered; then all are forgotten."""
@@ -107,7 +107,7 @@ def _read(
         for ref in several if is_list else (several,):
             if type(ref) is not ObjectRef:
                 return None
-            key, actor = ray_internals.read_ref(ref)
+            key, actor = ray_refs.read_ref(ref)
             if not actor:  # its id alone does not say what it stands for
                 return None
             actors.append(actor)
@@ -154,7 +154,7 @@ def _note(asked: _Asked, controller: Controller, sent: Sent, keys: list[Key]) ->
     if not controller.groups.exists(sent.asked.group):  # it has ended meanwhile, and would be kept
         return
     is_list = type(sent.results) is list
-    results = [ray_internals.read_ref(one)[0] for one in (sent.results if is_list else [sent.results])]
+    results = [ray_refs.read_ref(one)[0] for one in (sent.results if is_list else [sent.results])]
     known_calls = controller.known_calls
     if len(known_calls) >= MOST:
         known_calls.clear()

@@ -17,7 +17,7 @@ from raycollect.errors.text import listed
 from raycollect.group.declaration import Declaration
 from raycollect.group.membership import is_participant
 from raycollect.member import participant
-from raycollect.ray_bridge import direct_transport, ray_internals
+from raycollect.ray_bridge import direct_transport, ray_actors, ray_session
 
 _RETRY_S = 0.1  # after which an actor that Ray restarts is asked again
 OF_ANOTHER_RAY = "the actors are of a Ray that was shut down"
@@ -31,12 +31,12 @@ class _StrangerError(RayActorError):
 
 def check(declaration: Declaration) -> None:
     """Refuses what can be refused before any actor is asked."""
-    if not ray_internals.is_started():
+    if not ray_session.is_started():
         raise ActorGoneError(op="declare", group_name=declaration.name, detail=OF_ANOTHER_RAY)
-    me = ray_internals.current_actor_id()
+    me = ray_actors.current_actor_id()
     for actor in declaration.actors:
-        if me and actor._actor_id.hex() == me:
-            raise SelfDrivenError(actor=ray_internals.describe_actor(actor))
+        if me and ray_actors.id_of(actor) == me:
+            raise SelfDrivenError(actor=ray_actors.describe_actor(actor))
     if declaration.backend != "auto":
         backends.get(declaration.backend, declaration.name)
 
@@ -46,7 +46,7 @@ def describe(declaration: Declaration, deadline_s: float) -> list[dict[str, Any]
     infos = []
     for rank, info in enumerate(_described(declaration, deadline_s)):
         if isinstance(info, RayActorError):
-            actor = ray_internals.describe_actor(declaration.actors[rank])
+            actor = ray_actors.describe_actor(declaration.actors[rank])
             name, detail = declaration.name, _fate(info)
             raise ActorGoneError(op="declare", group_name=name, rank=rank, actor=actor, detail=detail) from info
         infos.append(info)
@@ -58,7 +58,7 @@ def gpus(declaration: Declaration, members: Sequence[Member], deadline_s: float)
     if len(members) < 2 or not all("GPU" in dict(member.accelerators) for member in members):
         return []
     answers = _ask(declaration, deadline_s, lambda actor: actor.__ray_call__.remote(participant.gpu))
-    found = {actor._actor_id.hex(): answer for actor, answer in zip(declaration.actors, answers, strict=True)}
+    found = {ray_actors.id_of(actor): answer for actor, answer in zip(declaration.actors, answers, strict=True)}
     told = [found[member.actor_id] for member in members]
     return [None if isinstance(one, RayActorError) else one for one in told]
 
@@ -109,8 +109,8 @@ def _asked(question: Callable[[Any], Any], actor: Any) -> Any:
 def _told(actors: Sequence[Any], late: Sequence[int]) -> str:
     found: dict[str, list[str]] = {}
     for rank in late:
-        what = _PENDING if ray_internals.is_pending(actors[rank]) else _BUSY
-        found.setdefault(what, []).append(f"rank {rank} ({ray_internals.describe_actor(actors[rank])})")
+        what = _PENDING if ray_actors.is_pending(actors[rank]) else _BUSY
+        found.setdefault(what, []).append(f"rank {rank} ({ray_actors.describe_actor(actors[rank])})")
     return "; ".join(f"{what}: {listed(names)}" for what, names in found.items())
 
 

@@ -17,7 +17,7 @@ from raycollect.errors.text import a_type, listed
 from raycollect.group.membership import is_participant
 from raycollect.planner import Membership
 from raycollect.pos.handle import Handle
-from raycollect.ray_bridge import direct_transport, ray_internals
+from raycollect.ray_bridge import direct_transport, ray_actors, ray_refs, ray_session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class TaskWait(NamedTuple):
         """The size of that, without fetching it; raises as `value`."""
         if not ray.wait([ref], timeout=self.deadline.left_s(), fetch_local=False)[0]:
             raise self._late(ref)
-        return ray_internals.nbytes_of(ref)
+        return ray_refs.nbytes_of(ref)
 
     def _late(self, ref: Any) -> CollectiveTimeoutError:
         timeout_s = self.deadline.timeout_s
@@ -73,27 +73,27 @@ def operand(ref: Any, position: int, wait: TaskWait) -> Operand | Violation:
         return _foreign(
             position, next((what for kind, what in _NEARLY.items() if isinstance(ref, kind)), a_type(ref)), ""
         )
-    if not ray_internals.is_started():
+    if not ray_session.is_started():
         return stale(ref.hex(), position)
-    key, actor_id = ray_internals.read_ref(ref)
+    key, actor_id = ray_refs.read_ref(ref)
     if actor_id:
         return Operand(ref=ref, key=key, actor_id=actor_id)
     value = wait.value(ref)
     if isinstance(value, Handle):
         return Operand(ref=ref, key=value.key, actor_id=value.actor_id)
-    origin = "made by ray.put" if ray_internals.is_put(ref) else "returned by a task"
+    origin = "made by ray.put" if ray_refs.is_put(ref) else "returned by a task"
     return _foreign(position, f"{a_type(value)} {origin}", ref.hex())
 
 
 def ensure_ray(op: str, refs: Any) -> None:
     """Starts Ray if need be; TensorLostError: there is a ref, so the Ray that made it was shut down."""
-    if not ray_internals.is_started():
+    if not ray_session.is_started():
         for one in refs if isinstance(refs, (list, tuple)) else [refs]:
             if isinstance(one, (list, tuple)):
                 ensure_ray(op, one)
             elif isinstance(one := plain(one), (ray.ObjectRef, Handle)):
                 raise refusal(op, "", (stale((one.key if isinstance(one, Handle) else one).hex()),))
-    ray_internals.ensure_ray()
+    ray_session.ensure_ray()
 
 
 def stale(ref: str, position: int = -1) -> Violation:
@@ -151,7 +151,7 @@ def _outsider(one: Operand, membership: Membership) -> Violation:
     stranger = strangers([one])
     if stranger:
         return replace(stranger[0], rank=-1)  # it has no rank in this group
-    actor = ray_internals.describe_actor(ray_internals.actor_handle(one.actor_id))
+    actor = ray_actors.describe_actor(ray_actors.actor_handle(one.actor_id))
     expected = f"one of {listed(member.actor for member in membership.members)}"
     return Violation(kind="not_member", field="actor", found=actor, expected=expected, ref=_hex(one))
 
@@ -160,7 +160,7 @@ def strangers(operands: Sequence[Operand]) -> list[Violation]:
     """Violations of operands whose actors can't take part in any plan: no mixin, or unknown to this process."""
     found = []
     for position, one in enumerate(operands):
-        handle = ray_internals.actor_handle(one.actor_id)
+        handle = ray_actors.actor_handle(one.actor_id)
         if handle is None:
             what = f"{one.actor_id[:6]}, of which this process has no handle (is it of a Ray that was shut down?)"
             found.append(
@@ -169,7 +169,7 @@ def strangers(operands: Sequence[Operand]) -> list[Violation]:
                 )
             )
         elif not is_participant(handle):
-            found.append(_no_participant(one, position, ray_internals.describe_actor(handle)))
+            found.append(_no_participant(one, position, ray_actors.describe_actor(handle)))
     return found
 
 

@@ -21,7 +21,7 @@ from raycollect.driver.pending import Pending
 from raycollect.errors import Violation, refusal
 from raycollect.pos import Container
 from raycollect.pos.handle import Handle
-from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge import ray_actors, ray_refs
 from raycollect.ray_bridge.driver_handle import is_handle
 
 MOST_LOOKED_AT_NBYTES = 100 << 10
@@ -37,7 +37,7 @@ def is_own(value: Any, wait: TaskWait) -> bool:
     if isinstance(value, Pending) or is_handle(value):
         return False
     if isinstance(value, ray.ObjectRef):
-        if ray_internals.read_ref(value)[1]:
+        if ray_refs.read_ref(value)[1]:
             return False
         if wait.nbytes(value) > MOST_LOOKED_AT_NBYTES:
             return True
@@ -48,8 +48,8 @@ def is_own(value: Any, wait: TaskWait) -> bool:
 def taken_in(value: Any, actor_id: str, copies: int = 0) -> Operand:
     """Such a value on a participant; a list that has it so many times, where `copies` are asked for."""
     source = value if isinstance(value, ray.ObjectRef) else ray.put(value)
-    ref = ray_internals.actor_handle(actor_id).__raycollect_take_in__.remote(source, copies)
-    key, actor_id = ray_internals.read_ref(ref)
+    ref = ray_actors.actor_handle(actor_id).__raycollect_take_in__.remote(source, copies)
+    key, actor_id = ray_refs.read_ref(ref)
     return Operand(ref=ref, key=key, actor_id=actor_id)
 
 
@@ -114,7 +114,7 @@ def sources_on(targets: Any, sources: Any, driver_rank: DriverRank | None, wait:
 
 def _actor_of(target: Any, wait: TaskWait) -> str:
     if is_handle(target):
-        return str(target._actor_id.hex())
+        return ray_actors.id_of(target)
     if isinstance(target, Pending):
         return target.actor_id
     read = operand_binding.operand(target, 0, wait)

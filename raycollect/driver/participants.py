@@ -49,7 +49,7 @@ from raycollect.errors.text import listed
 from raycollect.group.coordinator import Orders
 from raycollect.observe.timeline_session import TimelineSession
 from raycollect.planner import Membership
-from raycollect.ray_bridge import call_tokens, ray_internals
+from raycollect.ray_bridge import call_tokens, ray_actors, ray_session
 from raycollect.ray_bridge.submitted_calls import SubmittedCalls
 
 if TYPE_CHECKING:
@@ -199,11 +199,11 @@ class Participants:
         owner = secrets.token_bytes(8)
         hello: dict[str, Any] = {
             "controller": self._controller_id,
-            "description": ray_internals.describe_process(),
+            "description": ray_actors.describe_process(),
             "owner": owner,
-            "worker": ray_internals.worker_id(),
+            "worker": ray_session.worker_id(),
         }
-        is_near = member.machine == ray_internals.machine_id() and peer.calls is not None
+        is_near = member.machine == ray_session.machine_id() and peer.calls is not None
         mailbox = self._mailbox if is_near else None
         self._give_back_slots()
         slot = None if mailbox is None else mailbox.take_slot()

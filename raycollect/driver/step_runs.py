@@ -35,7 +35,7 @@ from raycollect.errors import (
 )
 from raycollect.errors.text import listed
 from raycollect.planner import Membership
-from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge import ray_actors
 from raycollect.ray_bridge.submitted_calls import NOTHING, AllHeld, SubmittedCalls
 
 _SLICE_S = 0.5  # how long a thread sleeps that is not woken, in seconds
@@ -114,7 +114,7 @@ class StepRuns:
 
     def read(self, position: int, submit: Callable[[Any], Any]) -> Any:
         """Submits a call to a participant's actor that later runs need not come after; returns what `submit` does."""
-        actor = ray_internals.actor_handle(self.step_plan.participants[position])  # the lease may have ended
+        actor = ray_actors.actor_handle(self.step_plan.participants[position])  # the lease may have ended
         calls = self._links[position][0].calls if self._links else None
         if calls is None:
             return submit(actor)

@@ -17,7 +17,7 @@ from raycollect.observe.summary import Summary, summarize
 from raycollect.observe.timeline_session import STOP_S, TimelineSession
 from raycollect.observe.trace import LIMIT, MOST
 from raycollect.observe.whole import TimelineTrace
-from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge import ray_session
 
 
 class Timeline(BoundToProcess):
@@ -35,7 +35,7 @@ class Timeline(BoundToProcess):
         self.trace: TimelineTrace | None = None
         self._tracing = tracing
         self._timeout_s = timeout_s
-        self._undo = ray_internals.before_shutdown(tracing.drain)
+        self._undo = ray_session.before_shutdown(tracing.drain)
 
     def __enter__(self) -> Timeline:  # noqa: PYI034 - Python 3.10 has no `Self`
         return self

@@ -33,7 +33,7 @@ from raycollect.errors.text import a_type
 from raycollect.group.membership import is_participant
 from raycollect.pos import fetch
 from raycollect.pos.handle import Handle
-from raycollect.ray_bridge import direct_transport, ray_internals
+from raycollect.ray_bridge import direct_transport, ray_actors, ray_refs
 
 _T = TypeVar("_T")
 
@@ -107,7 +107,7 @@ def _filled(refs: Any, values: Iterator[Any]) -> Any:
 
 def _pass_fences(handles: Sequence[Handle], until_s: float) -> None:
     """Waits until the actors have done all methods that were submitted before."""
-    actors = {one.actor_id: ray_internals.actor_handle(one.actor_id) for one in handles}
+    actors = {one.actor_id: ray_actors.actor_handle(one.actor_id) for one in handles}
     for one in handles:
         if actors[one.actor_id] is None:
             found, expected = f"True, and this process never had a handle of {one.actor}", "False without one"
@@ -202,11 +202,11 @@ def _found(ref: Any, until_s: float) -> Any:
             raise
         raise refusal("get", "", (stale(ref.hex()),)) from exc  # Ray knows no owner of it
     except (RayActorError, ObjectLostError) as exc:
-        key, actor_id = ray_internals.read_ref(ref)
-        actor = ray_internals.actor_handle(actor_id) if actor_id else None
+        key, actor_id = ray_refs.read_ref(ref)
+        actor = ray_actors.actor_handle(actor_id) if actor_id else None
         if not actor_id or (actor is not None and not is_participant(actor)):
             raise
-        who = "" if actor is None else ray_internals.describe_actor(actor)
+        who = "" if actor is None else ray_actors.describe_actor(actor)
         found = f"lost with its actor ({type(exc).__name__})"
         lost = Violation(kind="lost", field="tensor", found=found, actor=who, ref=key.hex())
         raise TensorLostError(op="get", group_name="", violations=(lost,)) from exc

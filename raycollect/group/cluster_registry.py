@@ -25,7 +25,8 @@ from raycollect.core.codec import Codec, Wire
 from raycollect.errors import ProtocolError, RayClientError, UnknownGroupError
 from raycollect.errors.text import listed, shown
 from raycollect.planner import Membership
-from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge import ray_actors, ray_cluster, ray_session
+from raycollect.ray_bridge.ray_cluster import KeyValueStore
 
 MOST_RECORD_NBYTES = 64 << 20
 """The longest record; that of a group of 100,000 members takes a third of it."""
@@ -40,7 +41,6 @@ DEAD, RESTARTED, UNKNOWN = "DEAD", "RESTARTED", "UNKNOWN"
 
 GONE = (DEAD, RESTARTED, UNKNOWN)
 
-_NAMESPACE = b"raycollect"
 _PREFIX = b"posted/"
 _log = logging.getLogger("raycollect")
 
@@ -86,8 +86,8 @@ class GroupRecord(Wire, frozen=True, kw_only=True):
             backend=spec.backend,
             epoch=membership.epoch,
             job_id=ray.get_runtime_context().get_job_id(),
-            actor_id=ray_internals.current_actor_id(),
-            host=ray_internals.node_address(),
+            actor_id=ray_actors.current_actor_id(),
+            host=ray_session.node_address(),
             pid=os.getpid(),
             since=time(),
             members=tuple(
@@ -120,17 +120,17 @@ _RECORDS = Codec[GroupRecord](GroupRecord, "record of a group", version=4)
 
 def post(membership: Membership) -> None:
     """Posts a declared group in another thread; no record is posted if the store does not answer."""
-    client = ray_internals.cluster_client()
-    if client is not None:  # Ray runs here
+    store = KeyValueStore()
+    if store.is_connected:  # Ray runs here
         record = GroupRecord.of(membership).to_bytes()
-        _soon(membership, lambda key: client.internal_kv_put(key, record, True, _NAMESPACE, timeout=POST_TIMEOUT_S))
+        _soon(membership, lambda key: store.put(key, record, overwrite=True, timeout_s=POST_TIMEOUT_S))
 
 
 def remove(membership: Membership) -> None:
     """Removes a record in another thread. If the store does not answer, the record stays until its controller ends."""
-    client = ray_internals.cluster_client()
-    if client is not None and not membership.is_derived:
-        _soon(membership, lambda key: client.internal_kv_del(key, False, _NAMESPACE, timeout=POST_TIMEOUT_S))
+    store = KeyValueStore()
+    if store.is_connected and not membership.is_derived:
+        _soon(membership, lambda key: store.delete(key, timeout_s=POST_TIMEOUT_S))
 
 
 def _soon(membership: Membership, do: Callable[[bytes], object]) -> None:
@@ -159,7 +159,7 @@ def find_cluster(address: str | None = None) -> str:
     if named.startswith("ray://"):
         raise RayClientError
     try:
-        return ray_internals.cluster_address(named)
+        return ray_cluster.cluster_address(named)
     except ValueError as exc:
         raise ConnectionError(f"{named!r} is not the address of a Ray cluster: {exc}") from exc
 
@@ -179,7 +179,7 @@ class ClusterReader:
         except (OSError, ValueError, OverflowError) as exc:
             raise ConnectionError(f"no Ray cluster answers at {address}: {exc}") from exc
         try:
-            self._client, self._state = ray_internals.read_cluster(address)
+            self._store, self._tables = ray_cluster.read_cluster(address)
         except (RayError, RuntimeError) as exc:
             detail = str(exc).partition(". ")[0]
             if "AuthToken" in detail:
@@ -189,7 +189,7 @@ class ClusterReader:
     def alive_nodes(self) -> int:
         """Counts the live nodes; ConnectionError: the cluster does not answer."""
         with self._answering():
-            return sum(bool(node["Alive"]) for node in self._state.node_table())
+            return self._tables.living_nodes()
 
     def groups(self, name: str | None = None) -> tuple[GroupRecord, ...]:
         """The declared groups, or those of one name, with the states of their actors; the oldest first.
@@ -217,12 +217,12 @@ class ClusterReader:
 
     def _posted(self) -> list[GroupRecord]:
         records = []
-        ended = {job["JobID"] for job in self._state.job_table() if job["IsDead"]}
-        for key in self._client.internal_kv_keys(_PREFIX, _NAMESPACE, timeout=ANSWER_TIMEOUT_S):
-            record = self._client.internal_kv_get(key, _NAMESPACE, timeout=ANSWER_TIMEOUT_S)
+        ended = self._tables.ended_jobs()
+        for key in self._store.keys(_PREFIX, timeout_s=ANSWER_TIMEOUT_S):
+            record = self._store.get(key, timeout_s=ANSWER_TIMEOUT_S)
             group = GroupRecord.from_bytes(record) if record else None  # None: the group has ended
             if group is not None and self._is_left_behind(group, ended):
-                self._client.internal_kv_del(key, False, _NAMESPACE, timeout=ANSWER_TIMEOUT_S)
+                self._store.delete(key, timeout_s=ANSWER_TIMEOUT_S)
             elif group is not None:
                 records.append(group)
         return records
@@ -230,10 +230,10 @@ class ClusterReader:
     def _is_left_behind(self, group: GroupRecord, ended: set[str]) -> bool:
         if group.job_id in ended:  # a job never restarts, nor does a process
             return True
-        return bool(group.actor_id) and _state_of(self._state.actor_table(group.actor_id), group.pid) in GONE
+        return bool(group.actor_id) and _state_of(self._tables.actor(group.actor_id), group.pid) in GONE
 
     def _as_it_is(self, member: MemberRecord) -> MemberRecord:
-        actor = self._state.actor_table(member.actor_id)
+        actor = self._tables.actor(member.actor_id)
         return replace(member, state=_state_of(actor, member.pid), restarts=int(actor.get("NumRestarts", 0)))
 
 

@@ -15,7 +15,7 @@ from raycollect.errors.text import as_name, listed, not_a_name, shown
 from raycollect.group import pg_options as options
 from raycollect.group.membership import DEFAULT_TIMEOUT_S, MEMBERS_TIMEOUT_S, on_backend
 from raycollect.group.rank_table import ENVIRONMENT_VARIABLE, ActorPlacement, RankTable, assign
-from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge import ray_actors
 from raycollect.ray_bridge.driver_handle import is_handle
 
 
@@ -133,8 +133,8 @@ def _actor_problems(actors: Any) -> list[str]:
     strangers = [type(a).__name__ for a in actors if not is_handle(a)]
     if strangers:
         return [f"not an actor handle: {listed(strangers)} (call Class.remote(...) first)"]
-    ids = [actor._actor_id.hex() for actor in actors]
-    doubled = sorted({ray_internals.describe_actor(a) for a, i in zip(actors, ids, strict=True) if ids.count(i) > 1})
+    ids = [ray_actors.id_of(actor) for actor in actors]
+    doubled = sorted({ray_actors.describe_actor(a) for a, i in zip(actors, ids, strict=True) if ids.count(i) > 1})
     if doubled:
         problems.append(f"{listed(doubled)} more than once")
     return problems

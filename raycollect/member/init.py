@@ -25,7 +25,7 @@ from raycollect.group.process_group import ProcessGroup
 from raycollect.group.process_groups import ProcessGroups
 from raycollect.group.ray_bootstrap_store import RayBootstrapStore
 from raycollect.member.runtime import this_runtime
-from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge import ray_actors, ray_session
 
 DEFAULT_TIMEOUT_MS = 30_000
 """How long members wait for each other if `init_collective_group` does not say, in milliseconds."""
@@ -91,8 +91,8 @@ def init_collective_group(
         rank=rank,
         me=Introduction(
             _who()[:MOST_WHO],
-            ray_internals.machine_id(),
-            gpus.here(ray_internals.has_gpu()) if wanted == "auto" and world_size > 1 else None,
+            ray_session.machine_id(),
+            gpus.here(ray_session.has_gpu()) if wanted == "auto" and world_size > 1 else None,
         ),
         tracer=runtime.tracer,
     )
@@ -144,22 +144,22 @@ def _store(rendezvous: BootstrapStore | str | None, group_name: str) -> Bootstra
             detail = f"rendezvous is {shown(rendezvous)}, not of the form 'file:///path', nor a DirectoryBulletin"
             raise InvalidGroupError(group_name=group_name, detail=detail)
         return rendezvous
-    if not ray_internals.is_worker():
+    if not ray_session.is_worker():
         detail = (
             "this process is neither a Ray actor nor a task. Call init_collective_group inside the members (or "
             "declare_collective_group(actors) on the driver); outside Ray pass rendezvous='file:///path'"
         )
         raise InvalidGroupError(group_name=group_name, detail=detail)
-    return RayBootstrapStore("" if rendezvous == JOB else ray_internals.owner_id())
+    return RayBootstrapStore("" if rendezvous == JOB else ray_actors.owner_id())
 
 
 def _who() -> str:
-    if not ray_internals.is_worker():
+    if not ray_session.is_worker():
         return f"process {os.getpid()}"
-    actor_id = ray_internals.current_actor_id()
+    actor_id = ray_actors.current_actor_id()
     if actor_id:
-        return ray_internals.short_actor(ray_internals.current_class(), actor_id)
-    return f"task {ray_internals.current_method()} in process {os.getpid()}"
+        return ray_actors.short_actor(ray_actors.current_class(), actor_id)
+    return f"task {ray_actors.current_method()} in process {os.getpid()}"
 
 
 def destroy_collective_group(group_name: GroupLike = "default") -> None:

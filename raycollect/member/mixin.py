@@ -21,7 +21,7 @@ from raycollect.member.participant import Participant, describe, this_participan
 from raycollect.member.returns import BY_VALUE, UNKNOWN, Returns, keep, keep_item, needs_nothing
 from raycollect.observe.trace import METHOD
 from raycollect.pos.handle import Handle
-from raycollect.ray_bridge import direct_transport, ray_internals, submitted_calls
+from raycollect.ray_bridge import direct_transport, ray_actors, submitted_calls
 from raycollect.ray_bridge.call_tokens import LentToken
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -54,8 +54,8 @@ class CollectiveParticipant:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        submitted_calls.watch_retries()
-        if "__ray_actor_class__" not in vars(cls):
+        submitted_calls.see_calls()  # those that Ray may retry included
+        if not ray_actors.is_ray_class(cls):
             return  # changes only the class that Ray derives from the user's
         if any(_is_async(inspect.getattr_static(cls, name)) for name in dir(cls)):
             # Ray makes this an async actor: a plain function would block its event loop.
@@ -71,7 +71,7 @@ class CollectiveParticipant:
         return {**describe(self), "participant": True}
 
     def _raycollect_run(self, payload: bytes, *values: Any) -> Any:
-        return this_participant().run_task(payload, ray_internals.current_task())
+        return this_participant().run_task(payload, ray_actors.current_task())
 
     def _raycollect_tokens(self, count: int) -> list[None]:
         """Has Ray make refs that the caller owns."""
@@ -95,7 +95,7 @@ class CollectiveParticipant:
 
 
 async def _run_program_async(self: CollectiveParticipant, payload: bytes, *values: Any) -> Any:
-    here, task = this_participant(), ray_internals.current_task()
+    here, task = this_participant(), ray_actors.current_task()
     result = here.hand_over(payload, task)
     return here.run_program(payload, task) if result is None else await asyncio.wrap_future(result)
 
@@ -228,8 +228,8 @@ def _hold_async_generator(method: Callable[..., Any], name: str) -> Callable[...
 
 def _first_index(method: Callable[..., Any], frame: FrameType) -> int:
     """The index of the first item of a generator; a streaming generator's own ref has index 1."""
-    declared = isinstance(getattr(method, "__ray_num_returns__", None), int)
-    if ray_internals.is_streamed(frame, unknown=not declared):
+    declared, streamed = ray_actors.declares_count(method), ray_actors.is_streamed(frame)
+    if streamed or (streamed is None and not declared):
         return 2
     return 1 if declared else UNKNOWN
 
@@ -304,8 +304,8 @@ def _outermost(name: str) -> bytes | None:
     """The task, if Ray has called this method; None if the class's own code has."""
     if _inside.get():
         return None
-    task = ray_internals.current_task()
-    return task if task is not None and ray_internals.current_method() == name else None
+    task = ray_actors.current_task()
+    return task if task is not None and ray_actors.current_method() == name else None
 
 
 @contextmanager

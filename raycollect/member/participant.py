@@ -5,7 +5,6 @@ The controller runs `describe`, `gpu` and `run_program` through `__ray_call__` o
 
 from __future__ import annotations
 
-import inspect
 import os
 import secrets
 import threading
@@ -14,7 +13,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import ray
@@ -45,7 +43,7 @@ from raycollect.planner import decode_order
 from raycollect.pos import Container, Store, fetch, obstacle
 from raycollect.pos.handle import Handle
 from raycollect.pos.ref_tokens import RefTokenPool
-from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge import ray_actors, ray_cluster, ray_session
 from raycollect.ray_bridge.call_tokens import LentToken
 from raycollect.ray_bridge.direct_transport import Returned
 from raycollect.ray_bridge.serialization import take_over
@@ -102,9 +100,9 @@ class Identity:
         return cls(
             actor_id=actor_id,
             actor=actor,
-            host=ray_internals.node_address(),
-            incarnation=ray_internals.worker_id(),
-            machine=ray_internals.machine_id(),
+            host=ray_session.node_address(),
+            incarnation=ray_session.worker_id(),
+            machine=ray_session.machine_id(),
             node_id=context.get_node_id(),
             accelerators=tuple((kind, tuple(ids)) for kind, ids in context.get_accelerator_ids().items() if ids),
         )
@@ -155,8 +153,8 @@ class Participant:
     @classmethod
     def of_actor(cls, runtime: Runtime) -> Participant:
         """The participant of this process's actor; called in one of its methods."""
-        actor_id = ray_internals.current_actor_id()
-        actor = ray_internals.short_actor(ray_internals.current_class(), actor_id)
+        actor_id = ray_actors.current_actor_id()
+        actor = ray_actors.short_actor(ray_actors.current_class(), actor_id)
         return cls(runtime, Identity.of_ray(actor_id, actor))
 
     @property
@@ -318,7 +316,8 @@ class Participant:
 
     def closed(self, link: Link, reason: ChannelError) -> None:
         """Handles the end of a controller's connection: its lease ends, and another controller may get the lease."""
-        self._lenders.close(_lender(link), partial(ray_internals.is_alive, str(link.hello.get("worker"))))
+        worker = str(link.hello.get("worker"))
+        self._lenders.close(_lender(link), lambda: worker in ray_cluster.living_workers())
         lease = self._lease
         if lease is not None and lease.link is link:
             self._end_lease(lease, f"the controller is gone ({reason.detail})")
@@ -354,9 +353,7 @@ def this_participant() -> Participant:
 
 def describe(actor: Any) -> dict[str, Any]:
     """Describes this actor, for the controller that forms a group. Runs inside the actor."""
-    methods = (inspect.getattr_static(type(actor), name) for name in dir(type(actor)))
-    overlap = any(hasattr(m, "__ray_concurrency_group__") for m in methods)
-    return this_participant().describe(ordered=not overlap and ray_internals.is_ordered())
+    return this_participant().describe(ordered=ray_actors.is_ordered(type(actor)))
 
 
 def gpu(actor: Any) -> Gpu | None:
@@ -370,7 +367,7 @@ def run_program(actor: Any, payload: bytes) -> None:
     On an async actor this function runs on the event loop, which must not wait. Methods overlap there, so another
     thread runs the plan, and reports its end over the channel.
     """
-    this_participant().run_task(payload, ray_internals.current_task())
+    this_participant().run_task(payload, ray_actors.current_task())
 
 
 def mark_written(tensor: Any) -> None:

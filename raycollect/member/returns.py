@@ -13,7 +13,7 @@ from raycollect.errors.text import a_type
 from raycollect.member.participant import Participant
 from raycollect.pos import Container, unkept
 from raycollect.pos.handle import Handle
-from raycollect.ray_bridge import direct_transport, ray_internals
+from raycollect.ray_bridge import direct_transport, ray_actors
 from raycollect.ray_bridge.call_tokens import LentToken
 
 BY_VALUE = "__raycollect_by_value__"
@@ -98,7 +98,7 @@ class Returns:
     def __reduce__(self) -> tuple[Any, ...]:
         returned = keep_item(self._here, Returns, self._task, 1, self._value, self._lent)
         if type(returned) is direct_transport.Returned and self._lent is None:
-            self._here.keeps(ray_internals.current_method())
+            self._here.keeps(ray_actors.current_method())
         self._here.methods.note_end(self._task, is_over=needs_nothing(returned))
         return _same, (returned,)
 

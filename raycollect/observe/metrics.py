@@ -13,7 +13,7 @@ from ray.util.metrics import Counter
 from raycollect.core import threads
 from raycollect.core.timers import Watcher
 from raycollect.observe.counters import Counters, Tally
-from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge import ray_session
 
 ENVIRONMENT_VARIABLE = "RAYCOLLECT_METRICS"
 
@@ -55,7 +55,7 @@ class Publisher(Watcher):
         self,
         counters: Counters,
         meters: Callable[[], Mapping[str, Meter]] = ray_meters,
-        is_connected: Callable[[], bool] = ray_internals.is_connected,
+        is_connected: Callable[[], bool] = ray_session.is_connected,
     ) -> None:
         super().__init__()
         self._counters = counters

@@ -24,7 +24,7 @@ from raycollect.observe import Ring, TracedGroup, Tracer, chrome
 from raycollect.observe.clocks import ROUND_TRIPS, SAME_CLOCK, Alignment, Fix, Sample, clock_id, fix
 from raycollect.observe.trace import LIMIT, decode_recorded
 from raycollect.observe.whole import Missing, Process, TimelineTrace, process_of
-from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge import ray_actors, ray_session
 
 _log = logging.getLogger("raycollect")
 
@@ -156,7 +156,7 @@ class Timelines:
         if not path or self.running is not None or self._has_begun:
             return
         target = Path(path).absolute()
-        if ray_internals.is_worker():
+        if ray_session.is_worker():
             base, dot, suffixes = target.name.partition(".")
             target = target.with_name(f"{base}.{os.getpid()}{dot}{suffixes}")
         try:
@@ -164,7 +164,7 @@ class Timelines:
         except TimelineError:
             return  # its controller records it
         self._has_begun = True
-        undo = ray_internals.before_shutdown(tracing.drain)
+        undo = ray_session.before_shutdown(tracing.drain)
         atexit.register(_write, tracing, os.getpid(), target, undo)
 
 
@@ -302,12 +302,12 @@ def _wait(futures: Iterable[Future[Any]], until_s: float) -> None:
 
 
 def _this_process() -> tuple[str, str]:
-    if not ray_internals.is_connected():
+    if not ray_session.is_connected():
         return f"process {os.getpid()}", "this host"
-    actor_id = ray_internals.current_actor_id()
+    actor_id = ray_actors.current_actor_id()
     if actor_id:
-        return ray_internals.short_actor(ray_internals.current_class(), actor_id), ray_internals.node_address()
-    return ("task" if ray_internals.is_worker() else "driver"), ray_internals.node_address()
+        return ray_actors.short_actor(ray_actors.current_class(), actor_id), ray_session.node_address()
+    return ("task" if ray_session.is_worker() else "driver"), ray_session.node_address()
 
 
 def _write(tracing: TimelineSession, pid: int, target: Path, undo: Callable[[], None]) -> None:

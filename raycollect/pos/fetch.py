@@ -27,6 +27,7 @@ from raycollect.channel.messages import Copied, Failed, Fetch, Fetched, Free, Fr
 from raycollect.core import sockets, threads
 from raycollect.core.codec import Codec
 from raycollect.core.model import Address, BufferRef, Key, Segment, TensorInfo
+from raycollect.core.shared_memory import memory_domain
 from raycollect.errors import (
     ChannelError,
     ConnectionLostError,
@@ -43,7 +44,6 @@ from raycollect.pos import Store, boxes, description, tensors
 from raycollect.pos.description import Description
 from raycollect.pos.held import find, reading, refused
 from raycollect.pos.segments import Segments
-from raycollect.ray_bridge.ray_internals import memory_domain
 
 MAX_IDLE = 32
 """The most idle data connections of a process; the least recently used is closed first."""

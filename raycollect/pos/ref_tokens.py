@@ -15,7 +15,7 @@ import ray
 
 from raycollect.core import threads
 from raycollect.core.model import Key
-from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge import ray_refs
 
 
 class RefTokenPool:
@@ -60,7 +60,7 @@ class RefTokenPool:
             for key in cell:
                 self._on_gone(key)
 
-        return (token, cell) if ray_internals.on_last_ref(token, gone) else None
+        return (token, cell) if ray_refs.on_last_ref(token, gone) else None
 
     def _fill(self) -> None:
         try:

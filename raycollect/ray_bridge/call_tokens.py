@@ -1,9 +1,9 @@
-"""Tokens of the caller: how it learns that nobody holds a result any more, and tells the actor that keeps it (P5).
+"""Tokens of the caller, by which it learns that no process holds a result any more that stayed in its actor (P5).
 
-A result that stays in its actor travels as a handle. Ray counts the ref that is nested in the handle with it, through
-every borrower. If the actor owned that ref, its process and the caller's would exchange messages about each result. So
-the caller lends a ref of its own. It goes to the method in an argument that only the mixin sees, and comes back in the
-handle. The caller owns the result and the token, and all that Ray needs to know is in the task's reply.
+Such a result travels as a handle. Ray counts a ref nested in the handle with it, through every borrower. If the actor
+owned that ref, its process and the caller's would exchange messages about each result. So the caller lends a ref of its
+own: it goes to the method in an argument that only the mixin sees, and returns in the handle. The task's reply then
+tells Ray all that it needs to know.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ import ray
 from raycollect.core import threads
 from raycollect.core.codec import Codec
 from raycollect.core.model import Key
-from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge.ray_refs import on_last_ref
 from raycollect.ray_bridge.serialization import PackedRef, as_bytes, take_over
 
 __all__ = ["CallTokens", "LentToken", "let_go"]
 
-_TOKEN = Parameter("_raycollect_token", Parameter.POSITIONAL_ONLY)
-"""The first argument of a method that gets a `LentToken`, which the mixin takes away."""
+_TOKEN = Parameter("_raycollect_token", Parameter.POSITIONAL_ONLY)  # the mixin takes it away
+_MARK = b"\x93raycollect\x8e token "  # begins a token among a method's arguments, which may be users' own bytes
+_LENT = Codec[tuple[bytes, PackedRef]](tuple[bytes, PackedRef], "token")  # its owner, and the token
 
 BATCH = 64
 """How many tokens one actor task makes."""
@@ -36,23 +37,17 @@ BATCH = 64
 MOST_TOLD = 4096
 """How many keys one message tells."""
 
-_MARK = b"\x93raycollect\x8e token "
-"""How a token begins among a method's arguments, where users' own bytes may stand."""
-
-_LENT = Codec[tuple[bytes, PackedRef]](tuple[bytes, PackedRef], "token")  # who has lent it, and the token
-
+# They lend no more. A thread that drops a ref while Ray shuts down ends the process, and the hub's thread hears of the
+# end of actors then. So other threads drop the tokens that were not lent, by `let_go`.
 _ended: deque[CallTokens] = deque()
-"""Those that lend no more. A thread that lets go of a ref while Ray is being shut down ends the process, and the hub's
-hears of the end of actors then. So what was not lent is let go of in other threads, by `let_go`."""
-
 _letting_go = threading.RLock()  # a finalizer may do the same
 
 
 def let_go(*, waits: bool = False) -> None:
-    """Gives back what was not lent of those that have ended.
+    """Drops the tokens that were not lent of all `CallTokens` that have ended.
 
-    `waits`: returns when no other thread does that any more, as the controller needs before Ray is shut down. Else it
-    leaves it to another thread that does so now: finalizers may run there, which wait for others.
+    If another thread does that now, `let_go` returns at once, as finalizers that wait for others may run there;
+    `waits` makes it wait for that thread, as the controller needs before Ray is shut down.
     """
     if _letting_go.acquire(blocking=waits):
         try:
@@ -64,15 +59,15 @@ def let_go(*, waits: bool = False) -> None:
 
 
 class LentToken(NamedTuple):
-    """What a method gets: the token, and by what name the actor knows who has lent it."""
+    """The token of a method's result, with the name by which the actor knows its owner."""
 
     token: Any
     owner: bytes
-    packed: PackedRef  # the token as it came, which is how it goes back
+    packed: PackedRef  # as it arrived, and returns
 
     @staticmethod
     def read(argument: Any) -> LentToken | None:
-        """Reads the first argument of a call, as it came; None: it is the caller's own."""
+        """Reads the first argument of a call; None if it is the caller's own."""
         if type(argument) is not bytes or not argument.startswith(_MARK):
             return None
         owner, packed = _LENT.decode(argument[len(_MARK) :])
@@ -95,15 +90,15 @@ class _TokenArgument:
 
 
 class CallTokens:
-    """The tokens for one actor. Those who call its methods hold a lock (`SubmittedCalls`); any thread may do the rest.
+    """The tokens for one actor. `lend` is called under the lock of `SubmittedCalls`; any thread may do the rest.
 
     Args:
-        handle: The actor's.
-        owner: By what name the actor knows this end of the connection.
-        methods: Those of its methods that have returned tensors; more may come.
-        order: Has the actor make that many refs; a task of its own, so that they are small and in this process.
-        tell: Tells the actor that nobody holds the values of these keys any more.
-        soon: Makes a call in a moment, in another thread; False where it won't.
+        handle: The actor's handle.
+        owner: The name by which the actor knows this end of the connection.
+        methods: Its methods that have returned tensors; more may be added.
+        order: Has the actor make that many refs, in a task of its own, so that they are small and in this process.
+        tell: Tells the actor that no process holds the values of these keys any more.
+        soon: Makes a call in a moment, in another thread; False if it won't.
     """
 
     def __init__(
@@ -119,9 +114,8 @@ class CallTokens:
         self._handle = _taking_tokens(handle)
         self._owner = owner
         self._methods = methods
-        self._order: Callable[[int], list[Any]] | None = (
-            order if take_over(_TokenArgument, _TokenArgument.form) else None
-        )
+        is_supported = self._handle is not None and take_over(_TokenArgument, _TokenArgument.form)
+        self._order: Callable[[int], list[Any]] | None = order if is_supported else None
         self._tell = tell
         self._soon = soon
         self._ready: list[tuple[_TokenArgument, list[Key]]] = []
@@ -140,8 +134,8 @@ class CallTokens:
             options: The arguments of Ray's function that submits the call; changed.
 
         Returns:
-            The handle to call it by, and what is to be called with the ref of the result; None: the actor has to make a
-            token itself.
+            The handle to call it by, and a function to call with the ref of the result; None if the actor has to make
+            a token itself.
         """
         takes = method in self._methods and options.get("num_returns") == 1 and options.get("tensor_transport") is None
         taken = self._take() if takes else None
@@ -158,7 +152,7 @@ class CallTokens:
         return self._handle, submitted
 
     def tell(self) -> None:
-        """Tells the actor what nobody holds any more."""
+        """Tells the actor which values no process holds any more."""
         with self._is_telling:
             self._is_due = False
             while self._gone and self._tell_some():
@@ -184,7 +178,7 @@ class CallTokens:
         return True
 
     def end(self, call: Callable[[], None]) -> None:
-        """Lends no more; makes a call once nobody holds a value any more whose token was lent. Any thread."""
+        """Lends no more; makes a call once no process holds a value whose token was lent. Any thread."""
         self._order, self._at_end = None, call
         _ended.append(self)
         self.tell()
@@ -209,7 +203,7 @@ class CallTokens:
         if self._coming and ray.wait(self._coming[:1], timeout=0, fetch_local=False)[0]:  # they are returns of one task
             for ref in self._coming:
                 cell: list[Key] = []
-                if ray_internals.on_last_ref(ref, partial(self._nobody_holds, cell)):
+                if on_last_ref(ref, partial(self._nobody_holds, cell)):
                     self._ready.append((_TokenArgument.of(ref, self._owner), cell))
             self._coming = []
 
@@ -232,9 +226,12 @@ class CallTokens:
 
 
 def _taking_tokens(handle: Any) -> Any:
-    """A handle of the same actor, whose methods have one more argument; it does not keep the actor alive."""
+    """A weak handle of the same actor whose methods have one more argument; None if this Ray offers no way."""
+    signatures = getattr(handle, "_ray_method_signatures", None)
+    if not isinstance(signatures, dict):
+        return None
     made = object.__new__(type(handle))
     made.__dict__.update(handle.__dict__)
     made._ray_weak_ref = True
-    made._ray_method_signatures = {name: [_TOKEN, *known] for name, known in handle._ray_method_signatures.items()}
+    made._ray_method_signatures = {name: [_TOKEN, *known] for name, known in signatures.items()}
     return made

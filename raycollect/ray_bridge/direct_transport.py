@@ -1,7 +1,4 @@
-"""Refs of methods with a `tensor_transport`: Ray keeps their tensors in the actor that made them.
-
-What is used of Ray, and why it holds, stands in docs/adr/0001-ray-internals.md.
-"""
+"""Refs of methods with a `tensor_transport`: Ray keeps their tensors in the actor that made them."""
 
 from __future__ import annotations
 
@@ -15,11 +12,11 @@ from typing import Any
 
 import ray
 from ray import cloudpickle
-from ray._private.worker import global_worker
 from ray.exceptions import GetTimeoutError, RayError
 
 from raycollect.core import signals, threads
 from raycollect.errors import RaycollectError, Violation, refusal
+from raycollect.ray_bridge.ray_session import core_worker, global_worker
 
 
 class Returned:
@@ -122,17 +119,16 @@ def get(ref: Any, timeout_s: float | None = None) -> Any:
 def _get(ref: Any, timeout_s: float | None) -> Any:
     if not is_direct(ref):
         return ray.get(ref, timeout=timeout_s)
-    worker: Any = global_worker
-    if "rdt_objects" not in inspect.signature(worker.deserialize_objects).parameters:
+    if "rdt_objects" not in inspect.signature(global_worker.deserialize_objects).parameters:
         found = f"that of Ray {ray.__version__}"
         expected = "that of Ray 2.57 to 2.60, or a method without tensor_transport"
         wrong = Violation(kind="unsupported", rank=-1, field="tensor_transport", found=found, expected=expected)
         raise refusal("get", "", (wrong,))
     timeout_ms = -1 if timeout_s is None else int(timeout_s * 1000)
-    serialized = worker.core_worker.get_objects([ref], timeout_ms)
+    serialized = core_worker().get_objects([ref], timeout_ms)
     _peek.wanted, _peek.found = True, None
     try:
-        worker.deserialize_objects(serialized, [ref], rdt_objects={ref.hex(): _Untouched()})
+        global_worker.deserialize_objects(serialized, [ref], rdt_objects={ref.hex(): _Untouched()})
         found = _peek.found
     finally:
         _peek.wanted, _peek.found = False, None

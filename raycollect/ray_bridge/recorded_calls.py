@@ -1,15 +1,15 @@
 """Has a recorder take what a thread calls of Ray, as long as a step is recorded there.
 
-`core.submitted_calls` sees the methods of actors. Ray has no hook for tasks and for actors that are created, nor for
-what `ray.get`, `ray.wait` and `ray.put` are given, so these functions are replaced, once.
+`submitted_calls` sees the methods of actors. Here are tasks, actors that are created, and the arguments of `ray.get`,
+`ray.wait` and `ray.put`.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import Token
+from functools import partial
 from typing import Any
 
 import ray
@@ -20,18 +20,17 @@ from raycollect.core.placeholder import Placeholder
 from raycollect.core.user_line import user_line
 from raycollect.errors import UnrecordableCallError
 from raycollect.ray_bridge import submitted_calls
+from raycollect.ray_bridge.hooks import hook
 from raycollect.ray_bridge.submitted_calls import Recorder, recorder, recording
-
-_MARK = "__raycollect__"
 
 
 def begin(one: Recorder) -> Token[Recorder | None]:
     """Gives a recorder the calls of this thread, or asynchronous task, until `end` gets what this returns."""
     submitted_calls.see_calls()
-    _replace(RemoteFunction, "_remote", lambda made: f"the task {made._function_name}")
-    _replace(ActorClass, "_remote", lambda made: f"the creation of an actor of {made.__ray_metadata__.class_name}")
+    hook(RemoteFunction, "_remote", partial(_refusing, _task_name))
+    hook(ActorClass, "_remote", partial(_refusing, _creation_name))
     for name in ("get", "wait", "put"):
-        _look_at(name)
+        hook(ray, name, partial(_looking, name))
     return recorder.set(one)
 
 
@@ -41,12 +40,15 @@ def end(token: Token[Recorder | None]) -> None:
         recorder.reset(token)
 
 
-def _replace(cls: type, name: str, words: Callable[[Any], str]) -> None:
-    submit = getattr(cls, name)
-    if hasattr(submit, _MARK):
-        return
+def _task_name(function: Any) -> str:
+    return f"the task {function._function_name}"
 
-    @functools.wraps(submit)
+
+def _creation_name(actor_class: Any) -> str:
+    return f"the creation of an actor of {actor_class.__ray_metadata__.class_name}"
+
+
+def _refusing(words: Callable[[Any], str], submit: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = recording()
         if found is not None and not found.is_eager:
@@ -57,16 +59,10 @@ def _replace(cls: type, name: str, words: Callable[[Any], str]) -> None:
             )
         return submit(self, *args, **kwargs)
 
-    setattr(call, _MARK, True)
-    setattr(cls, name, call)
+    return call
 
 
-def _look_at(name: str) -> None:
-    function = getattr(ray, name)
-    if hasattr(function, _MARK):
-        return
-
-    @functools.wraps(function)
+def _looking(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         value: Any = args[0] if args else next(iter(kwargs.values()), None)
         for one in value if type(value) in (list, tuple) else (value,):
@@ -74,5 +70,4 @@ def _look_at(name: str) -> None:
                 one._passed_to(f"ray.{name}()")
         return function(*args, **kwargs)
 
-    setattr(call, _MARK, True)
-    setattr(ray, name, call)
+    return call

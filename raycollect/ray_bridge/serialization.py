@@ -1,14 +1,11 @@
 """A short way through Ray's serialization, for what the library sends with each call.
 
 Ray serializes all but bytes by cloudpickle, which calls Python code for each class and function that it meets: 100 to
-150 us for a value of some hundred bytes, in a call that takes 200. The forms here take a third of that, or less. What
-is used of Ray, and why it holds, stands in docs/adr/0001-ray-internals.md.
+150 us for a value of some hundred bytes, in a call that takes 200. The forms here take a third of that, or less.
 """
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -19,12 +16,12 @@ from ray._private import serialization
 from ray._private.serialization import SerializationContext
 
 from raycollect.core import threads
-from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge.hooks import hook
+from raycollect.ray_bridge.ray_session import core_worker
 
 _raylet_types: Any = _raylet  # its types leave out what is used here
 
 _forms: dict[type, Callable[[Any], Any]] = {}
-_replacing = threading.Lock()
 
 
 class PackedRef(NamedTuple):
@@ -37,7 +34,7 @@ class PackedRef(NamedTuple):
     @classmethod
     def of(cls, ref: Any) -> PackedRef:
         """Packs a ref; Ray must be told of it, too, by `as_bytes` or `as_pickled`."""
-        _, owner, status = ray_internals.core_worker().serialize_object_ref(ref)
+        _, owner, status = core_worker().serialize_object_ref(ref)
         return cls(ref.binary(), owner, status)
 
     def ref(self) -> Any:
@@ -56,13 +53,11 @@ def take_over(kind: type, form: Callable[[Any], Any | None]) -> bool:
     Returns:
         False where this Ray offers no way.
     """
-    with _replacing:
-        if not _is_supported():
-            return False
-        _forms[kind] = form
-        if not hasattr(SerializationContext.serialize, "__raycollect__"):
-            _replace()
-        return True
+    if not _is_supported():
+        return False
+    _forms[kind] = form
+    hook(SerializationContext, "serialize", _with_forms)
+    return True
 
 
 def as_bytes(data: bytes, ref: Any) -> Any:
@@ -86,7 +81,6 @@ def _of_pickles() -> tuple[bytes, bytes]:
     return ray._private.ray_constants.OBJECT_METADATA_TYPE_PYTHON, place
 
 
-@cache
 def _is_supported() -> bool:
     try:
         forms = as_bytes(b"", None), as_pickled(b"", None)
@@ -96,14 +90,10 @@ def _is_supported() -> bool:
         return False
 
 
-def _replace() -> None:
-    serialize = SerializationContext.serialize
-
-    @functools.wraps(serialize)
+def _with_forms(serialize: Callable[..., Any]) -> Callable[..., Any]:
     def short(self: SerializationContext, value: Any) -> Any:
         form = _forms.get(type(value))
         made = None if form is None else form(value)
         return serialize(self, value) if made is None else made
 
-    short.__raycollect__ = True  # type: ignore[attr-defined]
-    SerializationContext.serialize = short  # type: ignore[method-assign]
+    return short

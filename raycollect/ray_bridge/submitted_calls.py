@@ -1,13 +1,11 @@
-"""What this process has submitted last to actors that it drives, in the order in which Ray runs it.
+"""The method calls that this process submits to actors, in the order in which Ray runs them.
 
-Ray has no hook for all calls of an actor's methods, so the function through which `ActorHandle` submits each of them is
-replaced. It sees private methods and ``__ray_call__`` too, which no decorator of the class would. What is used of Ray,
-and why it holds, stands in docs/adr/0001-ray-internals.md.
+The hook is in the function through which `ActorHandle` submits each call, private methods and ``__ray_call__``
+included, which no decorator of the class would see.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -22,30 +20,30 @@ from ray.actor import ActorHandle
 from raycollect.core.model import TASK_NBYTES, Key
 from raycollect.core.signals import waiting
 from raycollect.ray_bridge.call_tokens import CallTokens
+from raycollect.ray_bridge.hooks import hook
 
 _FUNNEL = "_actor_method_call"
-_OWN = "_raycollect_"  # prefix of the library's own methods, whose order is that of plans
-
-_KEPT = "__raycollect_"  # of those that return tensors as methods of users do, and note their end as these
+_OWN = "_raycollect_"  # prefix of the package's own methods, whose order is that of plans
+_KEPT = "__raycollect_"  # of those that return tensors, and note their end, as users' methods do
 
 NOTHING = b""
-"""In place of a call where plans need not wait for any."""
+"""In place of a call if plans need not wait for any."""
 
 
 class Recorder(Protocol):
-    """Takes the calls of methods that its thread, or asynchronous task, submits.
+    """Takes the method calls of its thread or asynchronous task.
 
     Attributes:
-        is_eager: Whether Ray does them nevertheless.
+        is_eager: Whether Ray runs them nevertheless.
     """
 
     is_eager: ClassVar[bool]
 
     def is_here(self) -> bool:
-        """Whether the caller is in that thread or task: a context may be copied into others."""
+        """Whether the caller is in that thread or task. A context may be copied into others."""
 
     def method(self, submit: Callable[[], Any], handle: Any, name: str, options: dict[str, Any]) -> Any:
-        """Takes a call, and returns what the caller gets; `submit` lets Ray do it. `options` are of Ray's function."""
+        """Takes a call and returns its result; `submit` passes the call to Ray, whose function takes `options`."""
 
 
 recorder: ContextVar[Recorder | None] = ContextVar("raycollect_recorder", default=None)
@@ -55,11 +53,11 @@ class SubmittedCalls:
     """The calls of one actor that this process submits.
 
     Attributes:
-        lock: Held while a call is submitted, so that calls of several threads are noted in Ray's order, and by whoever
-            uses the other attributes.
-        last: The task of the latest call; `NOTHING`; None where it is not known, or the actor does not note its end.
-        before: Called before the next call is submitted, once.
-        tokens: What is lent to the calls, if they take tokens.
+        lock: Held while a call is submitted, so that calls of several threads are noted in Ray's order. It guards the
+            other attributes.
+        last: The task of the latest call; `NOTHING`; None if it is not known, or the actor does not note its end.
+        before: Called once, before the next call is submitted.
+        tokens: Lent to calls that take tokens.
     """
 
     __slots__ = ("__weakref__", "before", "last", "lock", "tokens")
@@ -71,7 +69,7 @@ class SubmittedCalls:
         self.tokens: CallTokens | None = None
 
     def submit(self, handle: Any, name: str, submit: Callable[..., Any], options: dict[str, Any]) -> Any:
-        """Submits a call of a method, and returns what Ray's function `submit` does; the caller has not the lock."""
+        """Submits a call by Ray's function `submit`, and returns its result. The caller does not hold the lock."""
         with self.lock:
             if self.before is not None:
                 self.before()  # if that fails, the call must not be submitted either
@@ -90,16 +88,15 @@ class SubmittedCalls:
 
 
 class AllHeld:
-    """Holds the locks of several actors, so that what is submitted takes its place on all of them at once.
+    """Holds the locks of several actors, so that a plan takes its place on all of them at once.
 
-    Who has one of these locks may want another one: Ray pickles the arguments of a call under it, and finalizers may
-    run there, which make calls as well. So nobody waits for one of them while it has others: it gives up those that it
-    has, waits for the one that it could not have, and begins with that one again, as C++'s ``std::lock`` does.
+    A thread that holds one lock may need another: Ray pickles the arguments of a call under the lock, and finalizers
+    that make calls may run there. So no thread waits for a lock while it holds others. It releases them, waits for the
+    lock that it missed, and starts with that one, as C++'s ``std::lock`` does. Enter it inside `Deferred`, so that no
+    signal comes between a lock and its count.
     """
 
     __slots__ = ("_calls", "_held")
-
-    # Entered inside of `Deferred`, so that no signal comes between a lock and its count
 
     def __init__(self, calls: Sequence[SubmittedCalls]) -> None:
         self._calls = calls
@@ -125,16 +122,14 @@ class AllHeld:
         self._held = 0
 
 
-_retried: OrderedDict[bytes, None] = OrderedDict()
-"""The latest tasks that Ray tries again if their methods raise."""
-
+_retried: OrderedDict[bytes, None] = OrderedDict()  # the latest tasks that Ray retries if their methods raise
 _MOST_RETRIED = 4096
 
 
 def unsettled_retries(refs: Mapping[Key, Any]) -> dict[Key, Any]:
-    """Those of some refs that have no value yet, and whose methods Ray may run again after an exception.
+    """The refs without a value whose methods Ray may retry after an exception.
 
-    Calls of other processes, and those before there was a class of participants here, are not known.
+    Calls of other processes are not known, nor calls before this process had a class of participants.
     """
     found = {key: ref for key, ref in refs.items() if key[:TASK_NBYTES] in _retried} if _retried else {}
     if found:
@@ -147,17 +142,11 @@ _watched: WeakValueDictionary[Any, SubmittedCalls] = WeakValueDictionary()  # by
 _watching = threading.RLock()  # a finalizer may declare a group
 
 
-def watch_retries() -> None:
-    """Notes from now on which calls Ray may try again."""
-    with _watching:
-        see_calls()
-
-
 def watch(handle: Any) -> SubmittedCalls | None:
-    """Notes the calls of an actor from now on, as long as the result is referred to; None: this Ray offers no way."""
+    """Notes the calls of an actor from now on, while the result is referenced; None if this Ray offers no way."""
+    if not see_calls():
+        return None
     with _watching:
-        if not see_calls():
-            return None
         found = _watched.get(handle._actor_id)
         if found is None:
             found = _watched[handle._actor_id] = SubmittedCalls()
@@ -165,17 +154,20 @@ def watch(handle: Any) -> SubmittedCalls | None:
 
 
 def recording() -> Recorder | None:
-    """What records the calls of this thread; None: Ray does them."""
+    """The recorder of this thread's calls; None if they go to Ray."""
     found = recorder.get()
     return found if found is not None and found.is_here() else None
 
 
 def see_calls() -> bool:
-    """Sees all calls of methods from now on; False: this Ray offers no way."""
-    submit = getattr(ActorHandle, _FUNNEL, None)
-    if submit is None or hasattr(submit, "__raycollect__"):
-        return submit is not None
+    """Sees all method calls from now on, and which of them Ray may retry; False if this Ray offers no way."""
+    if not hasattr(ActorHandle, _FUNNEL):
+        return False
+    hook(ActorHandle, _FUNNEL, _seeing)
+    return True
 
+
+def _seeing(submit: Callable[..., Any]) -> Callable[..., Any]:
     def noted(handle: Any, name: str, options: dict[str, Any]) -> Any:
         calls = _watched.get(handle._ray_actor_id)
         if calls is None or name.startswith(_OWN):
@@ -186,21 +178,18 @@ def see_calls() -> bool:
             _note_retried(_task_of(made))
         return made
 
-    @functools.wraps(submit)
     def call(self: Any, method_name: str, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
         options.update(args=args, kwargs=kwargs)
         found = recording()
         if found is None or _is_own(method_name, args):
             return noted(self, method_name, options)
-        return found.method(functools.partial(noted, self, method_name, options), self, method_name, options)
+        return found.method(partial(noted, self, method_name, options), self, method_name, options)
 
-    call.__raycollect__ = True  # type: ignore[attr-defined]
-    setattr(ActorHandle, _FUNNEL, call)
-    return True
+    return call
 
 
 def _is_own(name: str, args: Any) -> bool:
-    """Whether the library itself makes a call, as it forms a group or takes in a value."""
+    """Whether the package itself makes a call, as it forms a group or takes in a value."""
     if name == "__ray_call__":
         return getattr(args[0] if args else None, "__module__", "").startswith("raycollect.member.")
     return name.startswith((_OWN, f"_{_OWN}"))

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
+from functools import partial
 from hashlib import blake2b
 from types import GenericAlias
 from typing import Any, TypeVar, get_type_hints
@@ -28,11 +29,11 @@ from raycollect.core.model import Address, Key
 from raycollect.errors import ProtocolError, VersionError, VersionTimeoutError
 from raycollect.planner.boxes import Point
 from raycollect.planner.layout import Layout
-from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge import ray_cluster, ray_session
+from raycollect.ray_bridge.ray_cluster import KeyValueStore
 from raycollect.weights.atoms import Layouts
 from raycollect.weights.protocol import Atom, Version
 
-_NAMESPACE = b"raycollect"
 _ROOT = "weights/"
 _TIMEOUT_S, _LEAST_S = 30.0, 0.05
 """The most seconds that one request may take, and the least: a result is still posted after the deadline."""
@@ -94,9 +95,9 @@ class _Records:
     """The records in Ray's store whose keys begin with a prefix."""
 
     def __init__(self, prefix: str, name: str) -> None:
-        ray_internals.ensure_ray()
+        ray_session.ensure_ray()
         self.name = name
-        self._client = ray_internals.cluster_client()
+        self._store = KeyValueStore()
         self._prefix = prefix
         self._limit_s = self._until_s = math.inf
 
@@ -116,32 +117,25 @@ class _Records:
             self._limit_s = self._until_s = math.inf
 
     def _put(self, place: str, value: bytes, *, overwrite: bool) -> bool:
-        key, put = self._key(place), self._client.internal_kv_put
-        return bool(self._ask(lambda limit_s: put(key, value, overwrite, _NAMESPACE, timeout=limit_s)))
+        return self._ask(partial(self._store.put, self._key(place), value, overwrite=overwrite))
 
     def _get(self, place: str) -> bytes | None:
-        key, get = self._key(place), self._client.internal_kv_get
-        value: bytes | None = self._ask(lambda limit_s: get(key, _NAMESPACE, timeout=limit_s))
-        return value
+        return self._ask(partial(self._store.get, self._key(place)))
 
     def _get_all(self, places: Sequence[str]) -> list[bytes | None]:
-        keys, get = [self._key(place) for place in places], self._client.internal_kv_multi_get
-        values = self._ask(lambda limit_s: get(keys, _NAMESPACE, timeout=limit_s))
-        return [values.get(key) for key in keys]
+        return self._ask(partial(self._store.get_all, [self._key(place) for place in places]))
 
     def _names(self, place: str) -> list[str]:
-        prefix, names = self._key(place), self._client.internal_kv_keys
-        keys = self._ask(lambda limit_s: names(prefix, _NAMESPACE, timeout=limit_s))
-        return [key[len(prefix) :].decode() for key in keys]
+        prefix = self._key(place)
+        return [key[len(prefix) :].decode() for key in self._ask(partial(self._store.keys, prefix))]
 
     def _delete(self, place: str, *, by_prefix: bool = False) -> None:
-        key, delete = self._key(place), self._client.internal_kv_del
-        self._ask(lambda limit_s: delete(key, by_prefix, _NAMESPACE, timeout=limit_s))
+        self._ask(partial(self._store.delete, self._key(place), by_prefix=by_prefix))
 
-    def _ask(self, call: Callable[[float], _Result]) -> _Result:
+    def _ask(self, call: Callable[..., _Result]) -> _Result:
         limit_s = min(max(self._until_s - time.monotonic(), _LEAST_S), _TIMEOUT_S)
         try:
-            return call(limit_s)
+            return call(timeout_s=limit_s)
         except (RayError, RuntimeError) as exc:
             detail = f"Ray's key-value store does not answer: {exc}"
             if time.monotonic() >= self._until_s:
@@ -329,7 +323,7 @@ def sweep(name: str) -> None:
         return
     places = [place for some in epochs.values() for _, place in some if place]
     publishers = {place: (worker or b"").decode() for place, worker in zip(places, root._get_all(places), strict=True)}
-    living = root._ask(lambda _: ray_internals.living_workers())
+    living = root._ask(lambda timeout_s: ray_cluster.living_workers())
     lasting = living | {""}  # a record that was removed meanwhile: another process is sweeping that name
     ended = [
         quoted for quoted, some in epochs.items() if lasting.isdisjoint(publishers[place] for _, place in some if place)

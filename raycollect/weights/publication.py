@@ -29,7 +29,7 @@ from raycollect.errors import (
 from raycollect.errors.text import shown
 from raycollect.planner.layout import Layout
 from raycollect.planner.wording import counted
-from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge import ray_actors, ray_cluster, ray_session
 from raycollect.weights import agent, atoms
 from raycollect.weights.directory import Atoms, HolderRecord, VersionDirectory, sweep
 from raycollect.weights.protocol import Atom, Phase, Version
@@ -84,7 +84,7 @@ class Publication(BoundToProcess):
     def __init__(self, refs: Sequence[Any], name: str, layout: Any) -> None:
         refuse("publish", wrong_name(name))
         ensure_ray("publish", refs)
-        self._session = ray_internals.session() if ray_internals.is_connected() else None
+        self._session = ray_session.core_worker() if ray_session.is_connected() else None
         self.name = name
         self._ranks: Ranks = Ranks("publish", refs, layout, ATTACH_S)
         faults = tuple(atoms.source_faults(self._ranks.layouts))
@@ -94,7 +94,7 @@ class Publication(BoundToProcess):
         self._directory = VersionDirectory(name)
         self._turns = Turns(name)
         self._check_free()
-        self._publisher = ray_internals.describe_process()
+        self._publisher = ray_actors.describe_process()
         self.epoch: int = 0
         while not self._begin():
             pass
@@ -106,14 +106,14 @@ class Publication(BoundToProcess):
     def _check_free(self) -> None:
         """Raises if another living process publishes under this name."""
         worker = self._directory.publisher()
-        if worker and worker != ray_internals.worker_id() and ray_internals.is_alive(worker):
+        if worker and worker != ray_session.worker_id() and worker in ray_cluster.living_workers():
             latest = self._directory.latest()
             who = latest.publisher if latest is not None else f"process {worker[:6]} of Ray"
             raise PublicationExistsError(name=self.name, detail=f"{who} publishes under this name")
 
     def _begin(self) -> bool:
         """Begins an epoch; returns False if the directory has lost its records, and the actors know a later epoch."""
-        self.epoch = self._directory.begin_epoch(ray_internals.worker_id())
+        self.epoch = self._directory.begin_epoch(ray_session.worker_id())
         self._signature = self._directory.post_layouts(self._ranks.layouts, self.epoch)
         sweep(self.name)
         layouts, handles = self._ranks.layouts, self._ranks.handles
@@ -247,8 +247,8 @@ class Publication(BoundToProcess):
         newest = self._directory.epoch()
         if newest > self.epoch:
             raise PublisherReplacedError(name=self.name, version=str(version), detail=f"epoch {newest} has begun")
-        if newest < self.epoch:  # the directory has lost its records
-            self._directory.keep_epoch(self.epoch, ray_internals.worker_id())
+        if newest < self.epoch:  # the directory was lost
+            self._directory.keep_epoch(self.epoch, ray_session.worker_id())
             self._directory.keep_layouts(self.epoch)
         self._before, self._used = self._used, version
         self._directory.post_holders(

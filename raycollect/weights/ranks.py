@@ -38,7 +38,7 @@ from raycollect.planner.layout import Layout, layout
 from raycollect.planner.reshard.request import local_tensors
 from raycollect.pos import Range
 from raycollect.pos.handle import Handle
-from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge import ray_actors, ray_session
 from raycollect.weights import agent, protocol
 from raycollect.weights.agent import Attached
 from raycollect.weights.atoms import Layouts
@@ -87,9 +87,9 @@ class Ranks:
         return len(self.refs)
 
     def _actor(self, rank: int, handle: Handle) -> Any:
-        if handle.actor_id == ray_internals.current_actor_id():
+        if handle.actor_id == ray_actors.current_actor_id():
             raise SelfDrivenError(actor=handle.actor)
-        actor = ray_internals.actor_handle(handle.actor_id)
+        actor = ray_actors.actor_handle(handle.actor_id)
         if actor is None:
             expected = "one of whose actor this process has a handle"
             violation = Violation(
@@ -204,7 +204,7 @@ def wrong_name(name: object) -> list[Violation]:
 
 def why_over(session: Any, *, is_open: bool) -> str:
     """Returns why a side can't be used any more; empty if it can. `session` is the Ray session in which it was made."""
-    if is_open and session is not None and not ray_internals.is_in(session):
+    if is_open and session is not None and not ray_session.is_in(session):
         return "of a Ray that was shut down"
     return "" if is_open else "closed"
 

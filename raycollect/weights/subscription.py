@@ -30,7 +30,7 @@ from raycollect.errors import (
 )
 from raycollect.errors.text import shown
 from raycollect.planner.layout import Layout
-from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge import ray_session
 from raycollect.weights import agent, atoms, protocol
 from raycollect.weights.directory import HolderRecord, Holders, VersionDirectory
 from raycollect.weights.protocol import (
@@ -93,7 +93,7 @@ class Subscription:
     def __init__(self, name: str, dst_refs: Sequence[Any], layout: Any, *, inplace: bool) -> None:
         refuse("subscribe", [*wrong_name(name), *wrong_flags(inplace=inplace)])
         ensure_ray("subscribe", dst_refs)
-        self._session = ray_internals.session() if ray_internals.is_connected() else None
+        self._session = ray_session.core_worker() if ray_session.is_connected() else None
         self.name = name
         self._id = secrets.token_hex(8)
         self._inplace = inplace = bool(inplace)

@@ -30,7 +30,7 @@ from raycollect.member.participant import this_participant
 from raycollect.member.wait_monitor import _Wait
 from raycollect.pos import fetch
 from raycollect.pos.segments import Segments
-from raycollect.ray_bridge import call_tokens, ray_internals
+from raycollect.ray_bridge import call_tokens, ray_session
 from tests.support.cycles import target_of
 
 _Cache = type(functools.lru_cache(int))
@@ -141,7 +141,7 @@ def figures_of_process() -> Figures:
         "private": int(status["RssAnon"].split()[0]) << 10,
         "common": _resident_nbytes("memfd:raycollect"),
     }
-    counts = getattr(ray_internals.core_worker(), "get_all_reference_counts", None)
+    counts = getattr(ray_session.core_worker(), "get_all_reference_counts", None)
     if counts is not None:  # no public API tells
         found["refs"] = len(counts())
     return found

@@ -10,7 +10,7 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge import ray_actors
 from tests.support.actors import Worker
 from tests.support.checks import refused
 from tests.support.waiting import wait_until
@@ -40,7 +40,7 @@ def test_group_errors(actors):
 def test_actor_without_a_handle_raises_actor_gone_error(cluster, actors):
     (kept,) = actors(Worker, 1)
     ref = Worker.options(num_cpus=0).remote().get_buffer.remote()
-    weak = ray_internals.actor_handle(ref.task_id().actor_id().hex())
+    weak = ray_actors.actor_handle(ref.task_id().actor_id().hex())
     with pytest.raises(ray.exceptions.RayActorError):
         while True:  # Ray ends it in its own time: until then it works
             ray.get(weak.read.remote())
@@ -95,7 +95,7 @@ def test_too_many_pending_calls_in_mid_submit(actors, gate):
 def test_ray_client_is_refused(cluster, monkeypatch):
     from ray.util.client import ray as client
 
-    monkeypatch.setattr(ray_internals.global_worker.__class__, "connected", property(lambda self: False))
+    monkeypatch.setattr("ray._private.worker.Worker.connected", property(lambda self: False))
     monkeypatch.setattr(client, "is_connected", lambda: True)
     with pytest.raises(errors.RayClientError, match="ray://"):
         col.allreduce_refs([])

@@ -260,10 +260,10 @@ def test_store_is_bounded_without_reference_counts_of_ray(actors):
     def forget(self):
         from raycollect.member import participant
         from raycollect.member.runtime import this_runtime
-        from raycollect.ray_bridge import ray_internals
+        from raycollect.ray_bridge import ray_refs
 
         assert this_runtime()._parts.get(participant.Participant) is None
-        ray_internals.on_last_ref = lambda ref, callback: False
+        ray_refs.on_last_ref = lambda ref, callback: False
         participant.STORE_LIMIT_WITHOUT_TOKENS = 3
 
     (worker,) = actors(Blind, 1)
@@ -290,9 +290,9 @@ class Blind(col.CollectiveParticipant):
 def test_full_store_fails_only_the_plan_of_the_output(actors):
     def forget(self):
         from raycollect.member import participant
-        from raycollect.ray_bridge import ray_internals
+        from raycollect.ray_bridge import ray_refs
 
-        ray_internals.on_last_ref = lambda ref, callback: False
+        ray_refs.on_last_ref = lambda ref, callback: False
         participant.STORE_LIMIT_WITHOUT_TOKENS = 3
 
     workers = actors(Blind, 2)

@@ -12,7 +12,7 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge import ray_cluster, ray_session
 from raycollect.weights.directory import VersionDirectory
 from tests.ray.weight_actors import SHAPES, Weights, looks, replicas, spoil
 from tests.support.waiting import has_ended, stop, wait_until
@@ -277,11 +277,11 @@ def test_pain_4_receivers_of_another_driver(actors, name):
 
 def end(*ending):
     """Ends actors, and waits until Ray says so to others."""
-    workers = ray.get([one.__ray_call__.remote(lambda _: ray_internals.worker_id()) for one in ending])
+    workers = ray.get([one.__ray_call__.remote(lambda _: ray_session.worker_id()) for one in ending])
     for one in ending:
         ray.kill(one)
     until_s = time.monotonic() + 60
-    while not ray_internals.living_workers().isdisjoint(workers):
+    while not ray_cluster.living_workers().isdisjoint(workers):
         assert time.monotonic() < until_s
 
 

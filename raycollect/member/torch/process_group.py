@@ -27,7 +27,7 @@ from raycollect.member.call import ME, MemberCall
 from raycollect.member.init import destroy_collective_group, get_group_handle, init_collective_group
 from raycollect.member.torch.work import TorchWork
 from raycollect.member.work import MemberWork
-from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge import ray_session
 
 _log = logging.getLogger("raycollect")
 
@@ -102,7 +102,7 @@ def _own_address(store: Any) -> str:
     while hasattr(store, "underlying_store"):  # a prefix
         store = store.underlying_store
     if not isinstance(store, distributed.TCPStore):
-        return ray_internals.node_address() if ray_internals.is_worker() else "127.0.0.1"
+        return ray_session.node_address() if ray_session.is_worker() else "127.0.0.1"
     kind, _, _, _, address = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(kind, socket.SOCK_DGRAM) as route:
         route.connect(address)  # sends nothing

@@ -106,18 +106,19 @@ def test_methods_are_called_as_by_the_actor_itself(
     monkeypatch: pytest.MonkeyPatch, loop: asyncio.AbstractEventLoop
 ) -> None:
     """In the caller's thread, or in the actor's loop. Ray is not asked whose call it is, and nothing is kept."""
-    monkeypatch.setattr(mixin, "ray_internals", None)
-    invoke = mixin._invoker(Methods(), Plain(), None, ["add", "outer", "valued"])
-    assert invoke("add", [1], {}) == 2
-    assert invoke("add", [1], {"other": 5}) == 6
-    assert invoke("outer", [], {}).tolist() == full(1).tolist()
-    assert invoke("valued", [], {}) == threading.current_thread().name
-    assert not mixin._inside.get()
-    invoke = mixin._invoker(Methods(), Loops(), loop, ["add", "plain", "broken"])
-    assert invoke("add", [1], {}) == (2, "the loop")
-    assert invoke("plain", [], {}) == "the loop"
-    with pytest.raises(ValueError, match="bad"):
-        invoke("broken", [], {})
+    with monkeypatch.context() as patched:
+        patched.delattr("ray._private.worker.Worker.connected")
+        invoke = mixin._invoker(Methods(), Plain(), None, ["add", "outer", "valued"])
+        assert invoke("add", [1], {}) == 2
+        assert invoke("add", [1], {"other": 5}) == 6
+        assert invoke("outer", [], {}).tolist() == full(1).tolist()
+        assert invoke("valued", [], {}) == threading.current_thread().name
+        assert not mixin._inside.get()
+        invoke = mixin._invoker(Methods(), Loops(), loop, ["add", "plain", "broken"])
+        assert invoke("add", [1], {}) == (2, "the loop")
+        assert invoke("plain", [], {}) == "the loop"
+        with pytest.raises(ValueError, match="bad"):
+            invoke("broken", [], {})
 
 
 def test_what_keeps_methods_from_running_keeps_those_of_a_step() -> None:

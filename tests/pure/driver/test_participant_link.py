@@ -144,9 +144,9 @@ def test_a_participant_whose_connection_ends_before_its_lease_is_known_is_not_le
         return line
 
     monkeypatch.setattr(peers._hub, "connect", connect)
-    monkeypatch.setattr(peers_module.ray_internals, "describe_process", lambda: "me")
-    monkeypatch.setattr(peers_module.ray_internals, "worker_id", lambda: "worker")
-    monkeypatch.setattr(peers_module.ray_internals, "machine_id", lambda: "mine")
+    monkeypatch.setattr(peers_module.ray_actors, "describe_process", lambda: "me")
+    monkeypatch.setattr(peers_module.ray_session, "worker_id", lambda: "worker")
+    monkeypatch.setattr(peers_module.ray_session, "machine_id", lambda: "mine")
     info = {"participant": True, "ordered": True, "actor_id": "actor 0", "actor": "W(1)", "incarnation": "1"}
     try:
         with pytest.raises(ActorGoneError, match="as it was leased"):

@@ -14,6 +14,7 @@ from raycollect.cli.commands import main
 from raycollect.errors import UnknownGroupError
 from raycollect.group import cluster_registry
 from raycollect.group.cluster_registry import GroupRecord, MemberRecord
+from raycollect.ray_bridge.ray_cluster import ClusterTables, KeyValueStore
 from tests.support.values import replace
 
 
@@ -73,7 +74,7 @@ class _Store:
 
     def cluster(self) -> cluster_registry.ClusterReader:
         made = object.__new__(_CLUSTER)
-        made.address, made._client, made._state = "10.0.0.1:6379", self, self  # type: ignore[assignment]
+        made.address, made._store, made._tables = "10.0.0.1:6379", KeyValueStore(self), ClusterTables(self)  # type: ignore[assignment]
         return made
 
 

@@ -11,11 +11,11 @@ import pytest
 from raycollect.backends import arrays
 from raycollect.channel.messages import Copied, Fetched, Read
 from raycollect.core.model import Address, Key
+from raycollect.core.shared_memory import memory_domain
 from raycollect.errors import ProtocolError, TensorFreedError, UnsupportedError, from_wire
 from raycollect.pos import Store, fetch, tensors
 from raycollect.pos.boxes import Box, mapped
 from raycollect.pos.fetch import _LENT, LENT_FROM_NBYTES, _take, serve
-from raycollect.ray_bridge.ray_internals import memory_domain
 from tests.pure.fleet import contain
 from tests.pure.pos.wire import Wire
 from tests.pure.watched import WAIT_S, WatchedCondition

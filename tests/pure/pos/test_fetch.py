@@ -20,6 +20,7 @@ from raycollect.backends import arrays
 from raycollect.channel import Server
 from raycollect.channel.messages import Copied, Failed, Fetch, Fetched
 from raycollect.core.model import TENSOR, Address, BufferRef, Key, Segment, TensorInfo, task_key
+from raycollect.core.shared_memory import memory_domain
 from raycollect.errors import (
     ProtocolError,
     RefusedError,
@@ -32,7 +33,6 @@ from raycollect.pos import fetch as fetching
 from raycollect.pos.container import DEEPEST
 from raycollect.pos.fetch import _OutOfReach, _read_value, lending_s, serve
 from raycollect.pos.held import find
-from raycollect.ray_bridge.ray_internals import memory_domain
 from tests.pure.channel.parties import HOST, LIMIT_S, SECRET, Party
 from tests.pure.fleet import contain
 from tests.pure.pos.wire import Wire

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from raycollect.core.model import BufferRef, Segment
+from raycollect.core.shared_memory import memory_domain
 from raycollect.pos import arena as module
 from raycollect.pos import segments as module_of_segments
 from raycollect.pos.arena import GRAIN, Arena
 from raycollect.pos.segments import Segments
-from raycollect.ray_bridge.ray_internals import memory_domain
 from tests.pure.processes import Process
 from tests.support.values import replace
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from types import SimpleNamespace
 
 import msgpack
 import numpy as np
 import pytest
+import ray
+from ray import _raylet
+from ray._private.worker import global_worker
 
 from raycollect.core import threads
 from raycollect.core.model import Key
-from raycollect.ray_bridge import call_tokens, ray_internals
+from raycollect.ray_bridge import call_tokens
 from raycollect.ray_bridge.call_tokens import CallTokens, LentToken
-from raycollect.ray_bridge.serialization import PackedRef
 
 
 class Ref:
@@ -42,9 +43,8 @@ class Caller:
         self.told: list[list[Key]] = []
         self.due: list[object] = []
         self.ended = 0
-        monkeypatch.setattr(call_tokens, "ray", SimpleNamespace(wait=lambda refs, **_: (refs, [])))
-        monkeypatch.setattr(ray_internals, "on_last_ref", self._on_last_ref)
-        monkeypatch.setattr(PackedRef, "of", lambda ref: PackedRef(ref.binary(), b"owner", b""))
+        monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs, []))
+        monkeypatch.setattr(global_worker, "core_worker", self, raising=False)
         methods = frozenset({"make"})
         self.tokens = CallTokens(Actor(), b"owner", methods, self._order, self.told.append, self._soon)
 
@@ -55,9 +55,13 @@ class Caller:
     def _order(self, count: int) -> list[Ref]:
         return [Ref() for _ in range(count)]
 
-    def _on_last_ref(self, ref: Ref, callback: object) -> bool:
+    def add_object_out_of_scope_callback(self, ref: Ref, callback: object) -> None:
+        """In place of the core worker's."""
         self.callbacks[id(ref)] = callback
-        return True
+
+    def serialize_object_ref(self, ref: Ref) -> tuple[object, bytes, bytes]:
+        """In place of the core worker's."""
+        return ref, b"owner", b""
 
     def call(self, number: int, method: str = "make", **options: object) -> object:
         """What comes to the method as its first argument; None where nothing is lent."""
@@ -73,7 +77,7 @@ class Caller:
         return given["args"][0]
 
     def nobody_holds(self, lent: object) -> None:
-        self.callbacks[id(lent.token)]()
+        self.callbacks[id(lent.token)](b"")
 
     def end(self) -> None:
         def ended() -> None:
@@ -109,8 +113,9 @@ def test_other_calls_get_no_token(caller, other):
     assert caller.call(1, **other) is None
 
 
-def test_where_ray_offers_no_way_nothing_is_lent(monkeypatch):
-    monkeypatch.setattr(call_tokens, "take_over", lambda *_: False)
+@pytest.mark.parametrize("missing", ["RawSerializedObject", "Pickle5SerializedObject"])
+def test_where_ray_offers_no_way_nothing_is_lent(monkeypatch, missing):
+    monkeypatch.delattr(_raylet, missing)
     assert Caller(monkeypatch).call(1) is None
 
 
@@ -195,7 +200,7 @@ def test_tokens_that_come_as_another_thread_ends_it_are_let_go_of_too(monkeypatc
         order = caller.tokens._order
         caller.tokens._order = lambda count: ended(order(count))
     else:
-        monkeypatch.setattr(ray_internals, "on_last_ref", lambda ref, callback: ended(True))
+        caller.add_object_out_of_scope_callback = lambda ref, callback: ended(None)
     assert caller.call(1) is None
     assert caller.tokens._ready == []
     assert caller.tokens._coming == []

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
+from ray.experimental import internal_kv
 
 import raycollect as col
 from raycollect.core.model import Address, Key
@@ -17,7 +18,7 @@ from raycollect.errors import (
     VersionNotPutError,
     VersionTimeoutError,
 )
-from raycollect.ray_bridge import ray_internals
+from raycollect.ray_bridge import ray_cluster, ray_session
 from raycollect.weights import directory
 from raycollect.weights.directory import HolderRecord, RankProcess, VersionDirectory, sweep
 from raycollect.weights.protocol import Phase, Version, VersionRound
@@ -83,9 +84,9 @@ def make_store(monkeypatch) -> Callable[[], Store]:
 
     def make():
         store = Store()
-        monkeypatch.setattr(ray_internals, "ensure_ray", lambda: None)
-        monkeypatch.setattr(ray_internals, "cluster_client", lambda: store)
-        monkeypatch.setattr(ray_internals, "living_workers", store.living_workers)
+        monkeypatch.setattr(ray_session, "ensure_ray", lambda: None)
+        monkeypatch.setattr(internal_kv, "internal_kv_get_gcs_client", lambda: store)
+        monkeypatch.setattr(ray_cluster, "living_workers", store.living_workers)
         return store
 
     return make
@@ -207,7 +208,7 @@ def bare_publication(monkeypatch, epochs):
             raise PublisherReplacedError(name="policy", detail=f"epoch {epoch} has begun")
 
     pub._ranks = type("Ranks", (), {"layouts": LAYOUTS, "handles": [], "attach": attach, "members": {}})()
-    monkeypatch.setattr(ray_internals, "worker_id", lambda: "p")
+    monkeypatch.setattr(ray_session, "worker_id", lambda: "p")
     return pub
 
 
