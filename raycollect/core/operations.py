@@ -68,17 +68,17 @@ LinePrice = Callable[[Any], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Price:
-    """What a kernel of an operation costs, by how a backend moves data (`Pricing`).
+    """What a kernel costs where it does better than to move all data directly, by how a backend moves data (`Pricing`).
 
     Attributes:
-        memory: Ranks copy from each other's memory.
-        mesh: Data goes directly from sender to receiver.
+        memory: Ranks copy from each other's memory; None: each what it takes.
+        mesh: Data goes over the links between ranks; None: directly from each giver to each taker.
         ring: By the rings and trees of a library; None: as on a mesh.
         by_host: On a mesh between hosts of which one has several ranks, data enters each host once; None: it does not.
     """
 
-    memory: LinePrice
-    mesh: LinePrice
+    memory: LinePrice | None = None
+    mesh: LinePrice | None = None
     ring: LinePrice | None = None
     by_host: LinePrice | None = None
 
@@ -107,7 +107,7 @@ class OperationSpec:
         kernels: Which backends have a kernel of it. ``"usual"``: all that do not say which they have; ``"own"``: those
             of this package; empty: those alone that name it.
         substitutes: The operations that it is made of where a backend lacks it, the best first.
-        price: What its kernel costs.
+        price: What its kernel costs, where that does not follow from who gives what to whom.
     """
 
     kind: OpKind
@@ -123,7 +123,7 @@ class OperationSpec:
     refs: tuple[str, str] = ("", "")
     kernels: Literal["usual", "own", ""] = "usual"
     substitutes: tuple[tuple[OpKind, ...], ...] = ()
-    price: Price
+    price: Price = Price()
 
     @property
     def outputs(self) -> Ranks:
@@ -192,7 +192,6 @@ _SPECS = (
         refs=("tensor_refs", ""),
         substitutes=(PAIR,),
         price=Price(
-            memory=lambda at: at.copies(1, at.world - 1),
             mesh=lambda at: at.at_root(1) if at.world == 2 else at.passed_on(1 / (at.world - 1)),
             ring=lambda at: at.tree(),
             by_host=lambda at: at.host_by_host(1, at.hosts - 1, rounds=2, inside=1),
@@ -204,8 +203,6 @@ _SPECS = (
         refs=("tensor_refs", "tensor_list_refs"),
         substitutes=((OpKind.GATHER, OpKind.BROADCAST), PAIR),
         price=Price(
-            memory=lambda at: at.copies(at.world - 1, at.world * (at.world - 1)),
-            mesh=lambda at: at.all_to_all(1),
             ring=lambda at: at.ring(at.world - 1, at.world - 1),
             # Each piece once to every other host; n is what a rank gives, so that all together have w of them.
             by_host=lambda at: at.host_by_host(
@@ -222,11 +219,7 @@ _SPECS = (
         folds=True,
         refs=("tensor_list_refs", "tensor_refs"),
         substitutes=((OpKind.REDUCE, OpKind.SCATTER),),
-        price=Price(
-            memory=lambda at: at.copies((at.world - 1) / at.world, at.world - 1),
-            mesh=lambda at: at.all_to_all(1 / at.world),
-            by_host=lambda at: at.host_by_host((at.hosts - 1) / at.hosts, at.hosts - 1, rounds=1, inside=1),
-        ),
+        price=Price(by_host=lambda at: at.host_by_host((at.hosts - 1) / at.hosts, at.hosts - 1, rounds=1, inside=1)),
     ),
     OperationSpec(
         kind=OpKind.GATHER,
@@ -235,7 +228,7 @@ _SPECS = (
         root="dst_rank",
         refs=("tensor_refs", "tensor_list_ref"),
         substitutes=((OpKind.ALLGATHER,), PAIR),
-        price=Price(memory=lambda at: at.copies(1, at.world - 1), mesh=lambda at: at.at_root(1)),
+        price=Price(memory=lambda at: at.copies(1, at.world - 1)),  # each rank copies into the root's memory
     ),
     OperationSpec(
         kind=OpKind.SCATTER,
@@ -244,10 +237,6 @@ _SPECS = (
         root="src_rank",
         refs=("tensor_list_ref", "tensor_refs"),
         substitutes=(PAIR,),
-        price=Price(
-            memory=lambda at: at.copies(1 / at.world, (at.world - 1) / at.world),
-            mesh=lambda at: at.at_root(1 / at.world),
-        ),
     ),
     OperationSpec(
         kind=OpKind.ALLTOALL,
@@ -255,10 +244,6 @@ _SPECS = (
         takes_pieces=True,
         refs=("tensor_list_in_refs", "tensor_list_out_refs"),
         substitutes=(PAIR,),
-        price=Price(
-            memory=lambda at: at.copies((at.world - 1) / at.world, at.world - 1),
-            mesh=lambda at: at.all_to_all(1 / at.world),
-        ),
     ),
     OperationSpec(
         kind=OpKind.SCAN,
@@ -267,10 +252,6 @@ _SPECS = (
         sources=lambda position, count: range(position + 1),
         refs=("tensor_refs", ""),
         kernels="own",
-        price=Price(
-            memory=lambda at: at.copies(at.world - 1, at.world * (at.world - 1) / 2),
-            mesh=lambda at: at.to_all_behind(),
-        ),
     ),
     OperationSpec(
         kind=OpKind.EXSCAN,
@@ -279,10 +260,6 @@ _SPECS = (
         sources=_before,
         refs=("tensor_refs", ""),
         kernels="own",
-        price=Price(
-            memory=lambda at: at.copies(at.world - 1, at.world * (at.world - 1) / 2),
-            mesh=lambda at: at.to_all_behind(),
-        ),
     ),
     OperationSpec(
         kind=OpKind.SEND,
@@ -290,14 +267,12 @@ _SPECS = (
         takes="peer",
         root="source rank",
         refs=("refs", ""),
-        price=Price(memory=lambda at: at.copies(1, 1), mesh=lambda at: at.point_to_point()),
     ),
     OperationSpec(
         kind=OpKind.BARRIER,
         gives="",
         takes="",
         substitutes=((),),  # the agreement before the launch
-        price=Price(memory=lambda at: at.copies(0, 0), mesh=lambda at: at.all_to_all(0)),
     ),
 )
 

@@ -31,9 +31,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 
 from raycollect.core.model import OpKind, Pricing
-from raycollect.core.operations import OPERATIONS
+from raycollect.core.operations import OPERATIONS, OperationSpec, has_part
 from raycollect.planner.topology import BETWEEN, INSIDE, Link, Topology
 
 MESSAGE_S = 3e-6
@@ -183,11 +184,6 @@ class HostLayout:
         )
         return Cost(line=line, inside=self.inside_pairs * share, between=self.between_pairs * share)
 
-    def to_all_behind(self) -> Cost:
-        """Every rank sends all to each rank behind it: the first as much as in `all_to_all`, all together half."""
-        whole = self.all_to_all(1)
-        return replace(whole, inside=whole.inside / 2, between=whole.between / 2)
-
     def at_root(self, share: float) -> Cost:
         """The root sends a share to every other rank, or gets one from each."""
         world = self.world
@@ -255,13 +251,38 @@ def priced(kind: OpKind, pricing: Pricing, layout: HostLayout) -> Cost:
     in_rings = kind in pricing.rings and not (kind is OpKind.BROADCAST and pricing.by_host and several)
     line = price.mesh
     if pricing.transport == "memory":
-        line = price.memory
+        line = price.memory or partial(_copied, spec)
     elif goes_by_host and price.by_host is not None:
         line = price.by_host
     elif (in_rings or pricing.transport == "ring") and price.ring is not None:
         line = price.ring
-    cost: Cost = line(layout)
+    cost: Cost = _direct(spec, layout) if line is None else line(layout)
     return cost
+
+
+def _received(spec: OperationSpec, world: int) -> list[int]:
+    """For each rank that takes, from how many others it gets a value or piece; rank 0 is the root."""
+    takers = [position for position in range(world) if has_part(spec.takes, position, 0, 1)]
+    givers = ((position, spec.givers(position, world, 0)) for position in takers)
+    return [len(some) - (position in some) for position, some in givers]
+
+
+def _copied(spec: OperationSpec, layout: HostLayout) -> Cost:
+    """Every rank copies what it takes from the memory of the others."""
+    received, pieces = _received(spec, layout.world), layout.world if spec.gives_pieces else 1
+    return layout.copies(max(received, default=0) / pieces, sum(received) / pieces)
+
+
+def _direct(spec: OperationSpec, layout: HostLayout) -> Cost:
+    """Every rank sends directly to those that take what it gives."""
+    if spec.takes == "peer":
+        return layout.point_to_point()
+    share = 1 / layout.world if spec.gives_pieces else 1
+    if spec.root:
+        return layout.at_root(share)
+    whole = layout.all_to_all(share if spec.gives else 0)
+    part = sum(_received(spec, layout.world)) / (layout.world * (layout.world - 1))  # of all pairs of ranks
+    return replace(whole, inside=whole.inside * part, between=whole.between * part)
 
 
 def launch(pricing: Pricing, layout: HostLayout) -> Cost:
