@@ -12,9 +12,11 @@ from raycollect.channel.messages.base import Error, Message
 class Fetch(Message, frozen=True, kw_only=True):
     """Asks for the value under `key`, once no plan writes it; answered by `Fetched` or `Failed`.
 
-    `domain` names those processes whose memory the client can read; the server may then lend its own.
+    `domain` names those processes whose memory the client can read; the server may then lend its own: shared memory, or
+    with `reads_processes` any.
     """
 
+    reads_processes: bool = False
     domain: str = ""
     key: bytes
 
