@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -15,7 +16,7 @@ from ray.util.collective.types import ReduceOp
 import raycollect as col
 from raycollect.member.participant import this_participant
 from raycollect.ray_plugins.tensor_transport import TensorTransport
-from tests.support.waiting import wait_until
+from tests.support.waiting import has_ended, wait_until
 
 torch = pytest.importorskip("torch")
 
@@ -173,6 +174,9 @@ def pair(cluster):
         def total(self, tensor):
             return float(tensor.sum())
 
+        def pid(self):
+            return os.getpid()
+
         def count(self):
             return this_participant().store.statistics().held
 
@@ -219,19 +223,12 @@ def test_a_tensor_arrives_in_memory_that_the_receiver_has(pair):
     assert into[0].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-def is_gone(actor):
-    try:
-        ray.get(actor.count.remote())
-    except ray.exceptions.RayActorError:
-        return True
-    return False
-
-
 def test_a_holder_that_has_died_is_an_error_of_the_receiver(pair):
     ref = pair[2].make.remote((4,), torch.float32)
     ray.get(pair[1].take.remote(ref))  # it is made
+    pid = ray.get(pair[2].pid.remote())
     ray.kill(pair[2])
-    wait_until(lambda: is_gone(pair[2]))
+    wait_until(lambda: has_ended(pid))  # Ray calls it dead earlier, and until then it answers
     with pytest.raises(ray.exceptions.RayError):
         ray.get(pair[0].take.remote(ref), timeout=60)
     assert ray.get(pair[0].count.remote()) == 0  # it lives
