@@ -3,10 +3,10 @@
 Tensors have their own connections, so that an abort never waits behind a tensor. A process reuses idle connections,
 each by one thread at a time.
 
-If both ends are on one machine, no bytes are sent: the holder sends their position in its arena, and blocks plans that
-would write them; the client copies them once within `lending_s`, and answers `Copied`. The holder counts from its
-answer and the client from its request, so a client that finished in time has read valid data. Tensors outside the arena
-are copied to it first.
+If both ends are on one machine, no bytes are sent: the holder describes their position in its memory, and blocks plans
+that would write them; the client copies them once, and answers `Copied`. It has `lending_s` for that. The holder counts
+from its answer and the client from its request, so a client that finished in time has read valid data. A client that
+the system does not let read another process reads its arena instead; tensors outside the arena are copied to it first.
 """
 
 from __future__ import annotations
@@ -82,8 +82,12 @@ _Read = Callable[[DataClient, Any, float], Any]
 """Reads an answer, given the client, the answer and the time of the request."""
 
 
+_Locate = Callable[[int, int], BufferRef | None]
+"""Where a client finds bytes of this process, by their address and number."""
+
+
 class _OutOfReach(Exception):
-    """Shared memory could not be read in time."""
+    """Memory of the holder could not be read, or not in time."""
 
 
 class _Clients:
@@ -184,15 +188,17 @@ def fetch(address: Address, key: Key, *, actor: str, incarnation: str = "", time
     if local is not None:
         return find(local, key).value
     with _answering("get", key, actor, incarnation):
-        return _lent_or_sent(address, Fetch(key=key), _read_value, timeout_s)
+        near = Fetch(key=key, domain=memory_domain())
+        direct = [replace(near, reads_processes=True)] if Segments.current().reads_processes else []
+        return _lent_or_sent(address, (*direct, near, Fetch(key=key)), _read_value, timeout_s)
 
 
-def _lent_or_sent(address: Address, message: Any, read: _Read, timeout_s: float) -> Any:
-    """Requests values in shared memory if possible, else by the connection."""
+def _lent_or_sent(address: Address, requests: Sequence[Any], read: _Read, timeout_s: float) -> Any:
+    """Makes the first request, and each next one if what the holder lent is out of reach."""
     until_s = time.monotonic() + timeout_s
-    for domain in (memory_domain(), ""):
+    for message in requests:
         with suppress(_OutOfReach):
-            return _clients.request(address, replace(message, domain=domain), until_s, read)
+            return _clients.request(address, message, until_s, read)
     raise ProtocolError(detail="the holder lends a value that it should send")
 
 
@@ -224,7 +230,8 @@ def read(
         _take(client, answer, wanted, take)
 
     with _answering("read", key, actor, incarnation):
-        _lent_or_sent(address, Read(key=key, boxes=plain), take_all, timeout_s)
+        sent = Read(key=key, boxes=plain)
+        _lent_or_sent(address, (replace(sent, domain=memory_domain()), sent), take_all, timeout_s)
 
 
 def _take(
@@ -378,10 +385,11 @@ def _serve_fetch(link: DataLink, store: Store, message: Fetch) -> None:
         container = claim.enter_context(reading(store, key, link.has_ended))
         pairs = [(arrays.memory(tensor), tensor) for tensor in container.tensors]
         nbytes = sum(view.nbytes for view, _ in pairs)
-        lend = message.domain == memory_domain() and nbytes >= LENT_FROM_NBYTES
-        offers = [_offer(view, tensor, lend) for view, tensor in pairs]
-        if lend and any(offer.ref is None and offer.array.nbytes for offer in offers):  # the arena is full
-            offers = [_offer(view, tensor, False) for view, tensor in pairs]
+        near = message.domain == memory_domain() and nbytes >= LENT_FROM_NBYTES
+        locate = _memory_to_lend([view for view, _ in pairs], message.reads_processes) if near else None
+        offers = [_offer(view, tensor, locate) for view, tensor in pairs]
+        if locate and any(offer.ref is None and offer.array.nbytes for offer in offers):  # the arena is full
+            offers = [_offer(view, tensor, None) for view, tensor in pairs]
         if all(offer.is_copy for offer in offers):
             claim.close()  # a slow reader of copies blocks no plan
         blobs = [offer.array.reshape(-1).view(np.uint8).data for offer in offers if offer.ref is None]
@@ -419,18 +427,23 @@ _ANSWERS: dict[type[Any], Callable[[DataLink, Store, Any], None]] = {
 }
 
 
-def _offer(view: Any, tensor: object, lend: bool) -> _OutgoingTensor:
-    """One tensor, lent in place or copied; the copy is in the arena if it can be lent there."""
+def _memory_to_lend(views: Sequence[Any], reads_processes: bool) -> _Locate:
+    """Where to lend a value: in the arena, unless some of it lies elsewhere and the client can read it there."""
+    segments = Segments.current()
+    on_host = [view for view in views if not isinstance(view, arrays.DeviceArray)]
+    if reads_processes and not all(segments.locate(view.ctypes.data, view.nbytes) for view in on_host):
+        return segments.locate_in_process
+    return segments.locate
+
+
+def _offer(view: Any, tensor: object, locate: _Locate | None) -> _OutgoingTensor:
+    """One tensor, lent where `locate` finds it, or copied; the copy lies in the arena if it can be lent there."""
     info = arrays.info(view, arrays.library(tensor))
-    if not lend or isinstance(view, arrays.DeviceArray):
+    if locate is None or isinstance(view, arrays.DeviceArray):
         copy = arrays.copy_to_host(view).astype(info.dtype, copy=False)
         return _OutgoingTensor(replace(info, device="cpu"), copy, None, is_copy=True)
-    if view.flags.c_contiguous and view.dtype.isnative and (ref := _located(view)) is not None:
+    if view.flags.c_contiguous and view.dtype.isnative and (ref := locate(view.ctypes.data, view.nbytes)):
         return _OutgoingTensor(info, view, ref, is_copy=False)
     copy = tensors.allocate(replace(info, library="numpy"))
     np.copyto(copy, view)
-    return _OutgoingTensor(info, copy, _located(copy), is_copy=True)
-
-
-def _located(array: arrays.Array) -> BufferRef | None:
-    return Segments.current().locate(array.ctypes.data, array.nbytes)
+    return _OutgoingTensor(info, copy, locate(copy.ctypes.data, copy.nbytes), is_copy=True)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from raycollect.channel.messages import ArenaStatistics
 from raycollect.core import shared_memory
 from raycollect.core.model import BufferRef, Segment
+from raycollect.pos import process_memory
 from raycollect.pos.arena import NAME, Arena, map_file
 from raycollect.pos.limit import arena_limit
 
@@ -25,7 +26,11 @@ _log = logging.getLogger("raycollect")
 
 
 class Segments:
-    """A `SegmentSource`. The first allocation creates the arena; a forked child begins without one."""
+    """A `SegmentSource`. The first allocation makes the arena; a forked child begins without one.
+
+    Attributes:
+        reads_processes: Whether this process may read the memory of others, as far as is known.
+    """
 
     _current: ClassVar[Segments | None] = None
     _making: ClassVar[threading.Lock] = threading.Lock()
@@ -56,6 +61,8 @@ class Segments:
         self._own: Segment | None = None
         self._lo, self._hi = 1, 0
         self._opened: WeakValueDictionary[Segment, NDArray[np.uint8]] = WeakValueDictionary()
+        self.reads_processes = True
+        self._process = process_memory.own()
 
     @property
     def arena(self) -> Arena:
@@ -71,6 +78,10 @@ class Segments:
         if self._lo <= address and address + nbytes <= self._hi and self._own is not None:
             return BufferRef(self._own, address - self._lo, nbytes)
         return None
+
+    def locate_in_process(self, address: int, nbytes: int) -> BufferRef | None:
+        """Where bytes of this process lie in its memory; None where no other process may ask for that."""
+        return BufferRef(self._process, address, nbytes) if self._process is not None else None
 
     def open(self, segment: Segment) -> Any:
         """Maps the arena of a process of this machine and user as a writable array, uint8 [segment.nbytes].
@@ -88,8 +99,19 @@ class Segments:
             return mapped
 
     def read(self, pieces: Sequence[tuple[BufferRef, memoryview]]) -> None:
-        """Copies pieces of the arena of a process of this machine and user, without mapping it; raises as `open`."""
+        """Copies pieces of a process of this machine and user: of its arena, or of all its memory.
+
+        Raises:
+            OSError: The process is gone, or does not let this one see its memory.
+        """
         segment = pieces[0][0].segment
+        if segment.fd == process_memory.NO_FILE:
+            try:
+                process_memory.read(pieces)
+            except OSError as exc:
+                self.reads_processes = exc.errno not in process_memory.REFUSED
+                raise
+            return
         if segment == self._own and self._arena is not None:
             for ref, into in pieces:
                 into[:] = self._arena.root[ref.offset : ref.offset + ref.nbytes].data

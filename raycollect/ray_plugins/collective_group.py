@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from ray.util.collective.collective_group.base_collective_group import BaseGroup
 from ray.util.collective.types import (
     AllReduceOptions,
@@ -84,8 +86,26 @@ class CollectiveGroup(BaseGroup):
         operations.recv(self._single("recv", tensor), recv_options.src_rank, self._group)
 
     def _single(self, op: str, tensors: Sequence[Any]) -> Any:
+        """The only tensor or list; its arrays can be written."""
         if len(tensors) != 1:
             found, expected = f"{len(tensors)} tensors per rank", "one, or raycollect's *_multigpu on backend 'nccl'"
             violation = Violation(kind="unsupported", rank=self.rank, field="tensors", found=found, expected=expected)
             raise refusal(op, name_of(self._group), (violation,))
-        return tensors[0]
+        (only,) = tensors
+        return [_writable(tensor) for tensor in only] if isinstance(only, list) else _writable(only)
+
+
+class _Unlocked:
+    """The memory of a read-only array, as one that can be written."""
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        self._array = array  # keeps the memory
+        interface = array.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
+def _writable(tensor: Any) -> Any:
+    """A view of a read-only array that can be written: programs of Ray's backends reduce arguments in place."""
+    if isinstance(tensor, np.ndarray) and not tensor.flags.writeable:
+        return np.asarray(_Unlocked(tensor)).view(tensor.dtype)
+    return tensor

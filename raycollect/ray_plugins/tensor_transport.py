@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,10 +62,13 @@ class TensorTransport(TensorTransportManager):
         return True
 
     def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[Any]) -> StoredTensors:
-        """Stores tensors that a method has returned. They are not copied."""
+        """Stores tensors that a method has returned. They are not copied.
+
+        A retried method whose first answer was lost has the same `obj_id`, and Ray keeps its first tensors.
+        """
         if not rdt_object:
             return StoredTensors(tensor_meta=[])
-        here, key = this_participant(), Key(secrets.token_bytes(KEY_NBYTES))
+        here, key = this_participant(), Key(hashlib.blake2b(obj_id.encode(), digest_size=KEY_NBYTES).digest())
         container = Container.of(list(rdt_object), arrays.is_tensor)
         assert container is not None  # Ray gives tensors alone
         here.store.put(key, container)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import ray
+from ray.experimental import set_target_for_ref
 from ray.util import collective as ruc
 from ray.util.collective.types import ReduceOp
 
 import raycollect as col
 from raycollect.member.participant import this_participant
-from tests.support.waiting import wait_until
+from raycollect.ray_plugins.tensor_transport import TensorTransport
+from tests.support.waiting import has_ended, wait_until
 
 torch = pytest.importorskip("torch")
 
@@ -31,6 +37,9 @@ class Rank:
     def leave(self, group="default"):
         ruc.destroy_collective_group(group)
         return ruc.is_group_initialized(group)
+
+    def take(self, tensor):
+        self.tensor = tensor
 
     def own(self, make, group="default"):
         self.tensor = make(ruc.get_rank(group) + 1)
@@ -61,6 +70,10 @@ class Rank:
 
 def array(value):
     return np.full(5, value, np.float32)
+
+
+def matrix(value):
+    return np.full((2, 3), value, np.float32)
 
 
 def tensor(value):
@@ -94,6 +107,19 @@ def values(results):
 def test_allreduce_of_every_op(ranks, make, op):
     fill(ranks, make)
     assert values(each(ranks, "call", "allreduce", op=op)) == [RIGHT[op]] * RANKS
+
+
+@pytest.mark.parametrize("size", [5, 1_000_000], ids=["in the call", "in the object store"])
+def test_an_argument_of_a_method_is_reduced_in_place(ranks, size):
+    ray.get([actor.take.remote(np.full(size, rank, np.int64)) for rank, actor in enumerate(ranks)])
+    results = each(ranks, "call", "broadcast", src_rank=1)
+    assert values(results) == [1] * RANKS
+    assert values(each(ranks, "call", "allreduce")) == [3] * RANKS
+
+
+def test_arrays_and_tensors_meet_in_one_operation(ranks):
+    ray.get([actor.own.remote(tensor if rank else matrix) for rank, actor in enumerate(ranks)])
+    assert values(each(ranks, "call", "allreduce")) == [6] * RANKS
 
 
 @pytest.mark.parametrize("root", range(RANKS))
@@ -148,6 +174,9 @@ def pair(cluster):
         def total(self, tensor):
             return float(tensor.sum())
 
+        def pid(self):
+            return os.getpid()
+
         def count(self):
             return this_participant().store.statistics().held
 
@@ -174,19 +203,32 @@ def test_tensors_are_freed_with_their_ref(pair):
     wait_until(lambda: ray.get(pair[0].count.remote()) == 0)
 
 
-def is_gone(actor):
-    try:
-        ray.get(actor.count.remote())
-    except ray.exceptions.RayActorError:
-        return True
-    return False
+def test_tensors_of_one_ref_are_stored_once(cluster):
+    store = this_participant().store
+    first, second = (TensorTransport().extract_tensor_transport_metadata("ref", [torch.ones(2)]) for _ in range(2))
+    held = store.statistics().held
+    TensorTransport().garbage_collect("ref", second, [])
+    assert first.key == second.key
+    assert store.statistics().held == held - 1
+
+
+def test_the_driver_puts_a_tensor_that_an_actor_takes(pair):
+    assert ray.get(pair[0].total.remote(ray.put(torch.ones(100_000), _tensor_transport="RAYCOLLECT"))) == 100_000
+
+
+def test_a_tensor_arrives_in_memory_that_the_receiver_has(pair):
+    ref, into = pair[0].make.remote((2, 3), torch.float32), [torch.zeros(2, 3), torch.zeros(3)]
+    set_target_for_ref(ref, into)
+    assert ray.get(ref)["a"] is into[0]
+    assert into[0].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_a_holder_that_has_died_is_an_error_of_the_receiver(pair):
     ref = pair[2].make.remote((4,), torch.float32)
     ray.get(pair[1].take.remote(ref))  # it is made
+    pid = ray.get(pair[2].pid.remote())
     ray.kill(pair[2])
-    wait_until(lambda: is_gone(pair[2]))
+    wait_until(lambda: has_ended(pid))  # Ray calls it dead earlier, and until then it answers
     with pytest.raises(ray.exceptions.RayError):
         ray.get(pair[0].take.remote(ref), timeout=60)
     assert ray.get(pair[0].count.remote()) == 0  # it lives
@@ -206,3 +248,32 @@ def test_the_transport_moves_what_a_collective_has_written(pair):
     assert ray.get(pair[0].total.remote(refs[0])) == 4
     col.allreduce_refs(refs)
     assert ray.get(pair[1].total.remote(refs[0])) == 8
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # its import fails, as where it is not installed
+import numpy as np, ray, raycollect
+from ray.util import collective
+
+@ray.remote(num_cpus=0)
+class Rank:
+    def __init__(self, rank):
+        sys.modules["torch"] = None
+        raycollect.register_with_ray()
+        collective.init_collective_group(2, rank, backend="raycollect")
+
+    def sum(self):
+        array = np.ones(3)
+        collective.allreduce(array)
+        return array.tolist()
+
+raycollect.register_with_ray()
+ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+print(ray.get([rank.sum.remote() for rank in [Rank.remote(rank) for rank in range(2)]]))
+"""
+
+
+def test_the_backend_needs_no_torch():
+    run = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], check=True, capture_output=True, text=True)
+    assert run.stdout.strip() == str([[2.0] * 3] * 2)

@@ -12,9 +12,11 @@ from raycollect.channel.messages.base import Error, Message
 class Fetch(Message, frozen=True, kw_only=True):
     """Requests the value under `key`, when no plan writes it; answered by `Fetched` or `Failed`.
 
-    `domain` identifies the processes whose memory the client can read; a server among them may lend its memory.
+    `domain` identifies the processes whose memory the client can read; a server among them may lend its shared memory,
+    and with `reads_processes` all its memory.
     """
 
+    reads_processes: bool = False
     domain: str = ""
     key: bytes
 

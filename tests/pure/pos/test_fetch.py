@@ -41,16 +41,20 @@ from tests.pure.watched import WAIT_S, WatchedCondition
 KEY = task_key(bytes(24), 1)
 
 
-def _fetched(value: Any, domain: str = "") -> Any:
+def _fetched(value: Any, **near: Any) -> Any:
     """What another process gets of a value; of its own machine, where it names that."""
-    store, wire = Store(), Wire(Fetch(key=KEY, domain=domain))
+    store, wire = Store(), Wire(Fetch(key=KEY, **near))
     store.put(KEY, contain(value))
     serve(wire, store)  # type: ignore[arg-type]
     answer, *_ = wire.answers
     return _read_value(wire, answer, time.monotonic())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("is_near", [False, True], ids=["sent", "lent"])
+NEAR = {"domain": memory_domain()}
+DIRECT = {"reads_processes": True, **NEAR}
+
+
+@pytest.mark.parametrize("client", [{}, NEAR, DIRECT], ids=["sent", "lent in the arena", "lent anywhere"])
 @pytest.mark.parametrize(
     "value",
     [
@@ -71,9 +75,9 @@ def _fetched(value: Any, domain: str = "") -> Any:
         *("deepest", "too long to be described in a message"),
     ],
 )
-def test_a_value_arrives_as_it_was(monkeypatch: pytest.MonkeyPatch, value: Any, is_near: bool) -> None:
+def test_a_value_arrives_as_it_was(monkeypatch: pytest.MonkeyPatch, value: Any, client: dict[str, Any]) -> None:
     monkeypatch.setattr(fetching, "LENT_FROM_NBYTES", 0)
-    container = contain(_fetched(value, memory_domain() if is_near else ""))
+    container = contain(_fetched(value, **client))
     assert container.structure == contain(value).structure
     for got, sent in zip(container.tensors, contain(value).tensors, strict=True):
         assert (got.shape, got.dtype) == (sent.shape, sent.dtype.newbyteorder("="))
@@ -285,9 +289,9 @@ def test_any_number_of_keys_is_freed(holder: tuple[Address, Store]) -> None:
 # ------------------------------------------------------------------------------------------ reading where it lies
 
 
-def lent(value: Any) -> tuple[Wire, Store]:
+def lent(value: Any, reads_processes: bool = False) -> tuple[Wire, Store]:
     """What the holder answers to a client of its own machine, which then reads nothing."""
-    store, wire = Store(), Wire(Fetch(key=KEY, domain=memory_domain()))
+    store, wire = Store(), Wire(Fetch(key=KEY, domain=memory_domain(), reads_processes=reads_processes))
     store.put(KEY, contain(value))
     serve(wire, store)  # type: ignore[arg-type]
     return wire, store
@@ -307,8 +311,23 @@ def test_what_lies_in_the_arena_is_not_sent_but_read_where_it_is() -> None:
     assert value[0] == 8
 
 
-def test_a_plan_waits_until_what_it_writes_was_read() -> None:
-    value = tensors.zeros(100_000)
+def test_any_tensor_is_read_where_it_is_by_a_client_that_reads_processes() -> None:
+    value = np.full(100_001, 7, "float32")
+    wire, _ = lent([value, np.ones((300, 100)).T], reads_processes=True)
+    (answer,) = wire.answers
+    assert answer.blob_nbytes == 0
+    value[:] = 8  # no copy was made
+    first, second = _read_value(wire, answer, time.monotonic())  # type: ignore[arg-type]
+    np.testing.assert_array_equal(first, np.full(100_001, 8, "float32"))
+    np.testing.assert_array_equal(second, np.ones((100, 300)))
+    assert wire.answers == [answer, Copied()]
+
+
+@pytest.mark.parametrize(
+    ("make", "reads_processes"), [(tensors.zeros, False), (np.zeros, True)], ids=["in the arena", "anywhere"]
+)
+def test_a_plan_waits_until_what_it_writes_was_read(make: Any, reads_processes: bool) -> None:
+    value = make(100_000)
     spans = [arrays.byte_range(value)]
     store = Store()
     store.put(KEY, contain(value))
@@ -330,7 +349,8 @@ def test_a_plan_waits_until_what_it_writes_was_read() -> None:
             return Copied()
 
     writer = threading.Thread(target=write)
-    serve(Slow(Fetch(key=KEY, domain=memory_domain())), store)  # type: ignore[arg-type]
+    request = Fetch(key=KEY, domain=memory_domain(), reads_processes=reads_processes)
+    serve(Slow(request), store)  # type: ignore[arg-type]
     assert written.wait(WAIT_S)
     writer.join(WAIT_S)
 
@@ -353,8 +373,9 @@ def test_what_was_read_too_late_is_not_believed() -> None:
     assert wire.answers[1:] == []
 
 
-def test_memory_that_is_not_there_any_more_is_out_of_reach() -> None:
-    wire, _ = lent(tensors.zeros(100_000))
+@pytest.mark.parametrize("reads_processes", [False, True], ids=["of an arena", "of a process"])
+def test_memory_that_is_not_there_any_more_is_out_of_reach(reads_processes: bool) -> None:
+    wire, _ = lent((np if reads_processes else tensors).zeros(100_000), reads_processes)
     answer = wire.answers[0]
     (pid, fd, _, nbytes), *rest = msgpack.unpackb(answer.description)
     gone = msgpack.packb([[pid, fd, bytes(32), nbytes], *rest])

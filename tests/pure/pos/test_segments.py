@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gc
 import logging
@@ -76,6 +77,26 @@ def read_block() -> tuple[int, int]:
     return int(block.min()), int(block.max())
 
 
+def make_plain(nbytes: int, value: int) -> BufferRef | None:
+    block = _held["block"] = np.full(nbytes, value, np.uint8)
+    return Segments.current().locate_in_process(block.ctypes.data, block.nbytes)
+
+
+def read(ref: BufferRef) -> tuple[int, int]:
+    into = np.zeros(ref.nbytes, np.uint8)
+    Segments.current().read([(ref, memoryview(into))])
+    return int(into.min()), int(into.max())
+
+
+def read_as_nobody(ref: BufferRef) -> tuple[str, bool]:
+    os.setuid(65534)
+    try:
+        read(ref)
+    except OSError as exc:
+        return type(exc).__name__, Segments.current().reads_processes
+    return "", Segments.current().reads_processes
+
+
 def let_go() -> None:
     _held.clear()
     gc.collect()
@@ -128,6 +149,26 @@ def test_the_memory_of_one_who_is_killed_lasts_until_the_last_lets_go(processes:
     assert other.call(mapped) == (0, 0)
     with pytest.raises(FileNotFoundError):
         other.call(see, ref)
+
+
+def test_any_memory_of_a_process_is_read_while_it_lives(processes: list[Process]) -> None:
+    owner, other = processes
+    ref = owner.call(make_plain, NBYTES + 1, 7)
+    assert other.call(read, ref) == (7, 7)
+    another = replace(ref, segment=replace(ref.segment, token=b"1"))  # a process that got the id later
+    for number, wrong in ((errno.ESRCH, another), (errno.EFAULT, replace(ref, offset=0))):
+        with pytest.raises(OSError) as caught:
+            other.call(read, wrong)
+        assert caught.value.errno == number
+    owner.kill()
+    with pytest.raises(ProcessLookupError):
+        other.call(read, ref)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_process_that_may_not_read_others_knows_after_the_first_refusal(processes: list[Process]) -> None:
+    owner, other = processes
+    assert other.call(read_as_nobody, owner.call(make_plain, 100, 7)) == ("PermissionError", False)
 
 
 # ---------------------------------------------------------------------------------------------- one process
