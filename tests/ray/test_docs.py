@@ -32,6 +32,7 @@ NOT_RUN = {
 
 NEEDS = {
     "import torch\n": "torch",
+    "from ray import serve": "starlette",
     "import ray.util.collective": "torch",
     "import cupy": "cupy",
     "from safetensors": "safetensors",
