@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 from weakref import ref
 
 from raycollect.channel import Link
@@ -46,13 +46,23 @@ from raycollect.member import participant
 from raycollect.ray_bridge import direct_transport
 from raycollect.ray_bridge.submitted_calls import NOTHING, SubmittedCalls
 
-if TYPE_CHECKING:
-    from raycollect.driver.controller_messages import ControllerMessages
-
 _ANSWERS = Surveyed, Seen, Measured, Ticked, Unable
 
 MOST_COLLECTED_NBYTES = 128 << 20  # more than the largest ring of a participant takes
 MOST_METHODS = 1024  # of an actor that are lent tokens; the others make their own
+
+
+class LinkOwner(Protocol):
+    """Hears what participants say, and of the ends of their connections; all but `parted` on the hub's thread."""
+
+    def received(self, peer: ParticipantLink, message: Any) -> None:
+        """A message of a participant."""
+
+    def lost(self, peer: ParticipantLink, reason: str) -> None:
+        """A participant's connection has ended."""
+
+    def parted(self, peer: ParticipantLink) -> None:
+        """A participant was given back by the calling thread: it aborts what it runs, without a report."""
 
 
 class ParticipantLink:
@@ -68,7 +78,7 @@ class ParticipantLink:
 
     def __init__(
         self,
-        owner: ControllerMessages,
+        owner: LinkOwner,
         info: dict[str, Any],
         actor: Any,
         *,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -33,7 +33,7 @@ from raycollect.core.claims import ClaimedError, Claims
 from raycollect.core.model import Member
 from raycollect.core.signals import waiting
 from raycollect.driver.dispatch_lock import answered
-from raycollect.driver.participant_link import ParticipantLink
+from raycollect.driver.participant_link import LinkOwner, ParticipantLink
 from raycollect.errors import (
     ActorGoneError,
     CollectiveTimeoutError,
@@ -52,9 +52,6 @@ from raycollect.planner import Membership
 from raycollect.ray_bridge import call_tokens, ray_internals
 from raycollect.ray_bridge.submitted_calls import SubmittedCalls
 
-if TYPE_CHECKING:
-    from raycollect.driver.controller_messages import ControllerMessages
-
 UNUSED_S = 0.01
 """How long keys of values that nobody holds any more are gathered before their participant is told."""
 
@@ -70,11 +67,18 @@ class _Joining:
 
 
 class Participants:
-    """All participants of one controller. Any thread may call it."""
+    """All participants of one controller. Any thread may call it.
 
-    def __init__(self, owner: ControllerMessages, controller_id: str, mailbox: Mailbox | None = None) -> None:
+    Attributes:
+        owner: Hears what they say; set before the first lease.
+        timeline: Records those that are leased; None: nothing does.
+        inviting: Held until all members of a group know of it.
+    """
+
+    owner: LinkOwner
+
+    def __init__(self, controller_id: str, mailbox: Mailbox | None = None) -> None:
         self.timeline: TimelineSession | None = None
-        self._owner = owner
         self._controller_id = controller_id
         self._mailbox = mailbox
         self._left: list[tuple[Slot, int]] = []  # the slots and processes of those whose connections have ended
@@ -87,7 +91,7 @@ class Participants:
         self._requests = itertools.count(1)
         # By request: a member that joins, and all those that join with it
         self._joining: dict[int, tuple[_Joining, tuple[_Joining, ...]]] = {}
-        self.inviting: threading.Lock = threading.Lock()  # held until all members of a group know of it
+        self.inviting: threading.Lock = threading.Lock()
 
     def close(self) -> None:
         """Gives all back."""
@@ -186,7 +190,7 @@ class Participants:
                 calls = calls if info["participant"] and info["ordered"] else None
                 link_type = getattr(actor, "link_type", ParticipantLink)
                 peer: ParticipantLink = link_type(
-                    self._owner, info, actor, controller_id=self._controller_id, calls=calls
+                    self.owner, info, actor, controller_id=self._controller_id, calls=calls
                 )
                 self._connect(peer, member, deadline_s, group_id)
                 return peer
@@ -273,7 +277,7 @@ class Participants:
                     peer.send(Bye())
             if is_last:
                 peer.retire()
-                self._owner.parted(peer)
+                self.owner.parted(peer)
         call_tokens.let_go()  # also of members that have died
 
     # ------------------------------------------------------------------------------------------ joining

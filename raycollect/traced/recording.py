@@ -20,8 +20,8 @@ from raycollect.driver import values
 from raycollect.driver.batch import Batch
 from raycollect.driver.controller import Controller
 from raycollect.driver.pending import Argument, Pending
-from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.driver.requests import Ref
+from raycollect.driver.step_runs import RunTracker
 from raycollect.errors import UnknownGroupError, Violation, wrong_argument
 from raycollect.traced.kept import Kept
 from raycollect.traced.signature import SCALARS, is_plain_dtype
@@ -152,7 +152,7 @@ class TracedCapture(Capture):
         returned = self._block.returned
         return None if returned is None else returned.fill((), given)
 
-    def begin(self, given: Mapping[str, Any]) -> tuple[Installed, PlanTracker]:
+    def begin(self, given: Mapping[str, Any]) -> tuple[Installed, RunTracker]:
         """Begins a run, which comes after all that was submitted to the actors before.
 
         Raises:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from raycollect.captured.install import Installed
-from raycollect.driver.plan_tracker import PlanTracker
+from raycollect.driver.step_runs import RunTracker
 from raycollect.traced.eager import EndedRun
 from raycollect.traced.recording import TracedCapture
 from raycollect.traced.signature import CallReader
@@ -18,7 +18,7 @@ class Begun(NamedTuple):
 
     given: dict[str, Any]
     installed: Installed | None  # None: there is nothing to run
-    tracker: PlanTracker | None
+    tracker: RunTracker | None
 
 
 class Trace:

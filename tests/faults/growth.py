@@ -205,7 +205,7 @@ def figures_of_driver() -> tuple[Figures, Counter[str]]:
     found = figures_of_process()
     found["groups"] = sum(len(one) for one in vars(groups).values() if isinstance(one, (dict, deque)))
     found["peers"] = len(controller.participants._peers)
-    found["flights"] = len(list(controller.trackers()))
+    found["flights"] = len(list(controller.plans.trackers()))
     actors = getattr(getattr(ray, "_private", None), "state", None)
     if hasattr(actors, "actors"):
         found["actors"] = sum(one.get("State") == "ALIVE" for one in actors.actors().values())
