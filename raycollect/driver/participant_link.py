@@ -24,11 +24,12 @@ from raycollect.channel.messages import (
     Surveyed,
     Ticked,
     Unable,
+    Unused,
     Welcome,
 )
 from raycollect.core import threads
+from raycollect.core.model import Key
 from raycollect.core.signals import waiting
-from raycollect.driver.lent_tokens import LentTokens
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import (
     ChannelError,
@@ -43,7 +44,9 @@ from raycollect.errors import (
     kept,
 )
 from raycollect.member import participant
+from raycollect.pos import fetch
 from raycollect.ray_bridge import direct_transport
+from raycollect.ray_bridge.call_tokens import CallTokens
 from raycollect.ray_bridge.submitted_calls import NOTHING, SubmittedCalls
 
 _ANSWERS = Surveyed, Seen, Measured, Ticked, Unable
@@ -105,7 +108,7 @@ class ParticipantLink:
         self._asked: dict[int, Future[Any]] = {}
         self._collected: dict[int, bytearray] = {}  # the parts so far of long answers
         self.is_lost: bool = False
-        self._lent_tokens: LentTokens | None = None
+        self._tokens: CallTokens | None = None  # lent to the calls of its methods (P5)
         self._keeping: set[str] = set()  # its methods that have returned tensors
         self._run = () if info["participant"] else (participant.run_program,)
 
@@ -183,19 +186,26 @@ class ParticipantLink:
     def lend_tokens(self, owner: bytes, soon: Callable[[Callable[[], None]], bool]) -> None:
         """Lends tokens to the calls of methods that return tensors, from now on; see `CallTokens`."""
         if self.calls is not None and self.link is not None:
-            self._lent_tokens = LentTokens(
-                self.calls, self.actor, self.info, self.link, owner=owner, methods=self._keeping, soon=soon
-            )
+            order, tell = partial(_order_tokens, self.actor), partial(_tell_unused, self.link, self.info)
+            self._tokens = self.calls.tokens = CallTokens(self.actor, owner, self._keeping, order, tell, soon)
+
+    def _end_tokens(self, call: Callable[[], None]) -> None:
+        """Lends no more tokens; makes a call once nobody holds a value whose token was lent."""
+        tokens, self._tokens = self._tokens, None
+        if self.calls is not None and self.calls.tokens is tokens:  # else the actor was leased again
+            self.calls.tokens = None
+        if tokens is None:
+            call()
+        else:
+            tokens.end(call)
 
     def retire(self) -> None:
         """It was given back: the connection ends once nobody holds a value any more whose token was lent."""
         link, self.actor = self.link, None  # the actor may end before
         self.slot = None
         self._submits.clear()
-        if link is not None and self._lent_tokens is not None:
-            self._lent_tokens.end(link.close)
-        elif link is not None:
-            link.close()
+        if link is not None:
+            self._end_tokens(link.close)
 
     def order(self, message: Order, letters: Letters | None = None) -> None:
         """Sends a program past the methods in the actor's queue: as one of some letters, or by the channel."""
@@ -290,8 +300,7 @@ class ParticipantLink:
             self._answer = kept(reason)
             self._answered.set()
         self.is_lost = True
-        if self._lent_tokens is not None:
-            threads.survives(self._lent_tokens.end, lambda: None)
+        threads.survives(self._end_tokens, lambda: None)
         threads.survives(self._end_questions)
         self._owner.lost(self, reason.detail)
 
@@ -302,6 +311,27 @@ class ParticipantLink:
                 self.link.send(message)
         except ConnectionLostError:
             pass
+
+
+def _order_tokens(actor: Any, count: int) -> list[Any]:
+    """Has an actor make tokens; `CallTokens` drops this, and with it the actor, when it ends."""
+    method = actor._raycollect_tokens
+    return list(method.options(num_returns=count, max_task_retries=0, enable_task_events=False).remote(count))
+
+
+def _tell_unused(link: Link, info: dict[str, Any], keys: list[Key]) -> None:
+    """Tells a participant that nobody holds the values of keys any more."""
+    try:
+        for at in range(0, len(keys), fetch.FREED_AT_ONCE):
+            link.send(Unused(keys=[*keys[at : at + fetch.FREED_AT_ONCE]]))
+    except ConnectionLostError:  # the participant may live: then it holds them until it hears
+        threads.apart(threads.survives, _free, info, keys)  # that thread must not hold refs as Ray is shut down
+
+
+def _free(info: dict[str, Any], keys: list[Key]) -> None:
+    """Frees values over a connection of its own."""
+    with suppress(RaycollectError):  # it is gone
+        fetch.free(info["address"], keys, actor=info["actor"], incarnation=info["incarnation"])
 
 
 def _keep_behind(tracker: ref[PlanTracker], position: int, link: ref[ParticipantLink]) -> None:

@@ -90,7 +90,7 @@ def test_a_participant_given_back_keeps_no_slot(peer):
     """Its connection goes on as long as somebody holds what it has returned."""
     peer.slot = Mailbox().take_slot()
     slot = weakref.ref(peer.slot)
-    peer._lent_tokens = SimpleNamespace(end=lambda close: None)
+    peer._tokens = SimpleNamespace(end=lambda close: None)
     peer.retire()
     gc.collect()
     assert slot() is None
