@@ -12,7 +12,6 @@ import secrets
 import threading
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
 
 from raycollect.channel import Mailbox
 from raycollect.core import limits, threads
@@ -44,7 +43,6 @@ class Controller:
         timeouts: Ends plans and runs at the time limits that their callers gave.
         groups: The groups.
         messages: Takes what participants say.
-        known_calls: What calls found out that were made before, for `driver.known_calls`.
     """
 
     _current: Controller | None = None
@@ -99,7 +97,6 @@ class Controller:
         self.groups: Groups = Groups(self.participants, self.plans)
         self.messages: ControllerMessages = ControllerMessages(self.participants, self.plans, self.groups)
         self.participants.owner = self.messages
-        self.known_calls: dict[Any, Any] = {}
         self._driver_rank: DriverRank | None = None
         runtime.process_groups.drives = self.drives
         runtime.timelines.begin_from_environment()

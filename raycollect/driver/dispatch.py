@@ -272,10 +272,7 @@ class Submission:
 
     def given(self, tracker: PlanTracker) -> Any:
         """What the caller gets, with refs for what is made; None for those where the plan could not be sent."""
-        found = [
-            [made(one, tracker) for one in result] if isinstance(result, list) else made(result, tracker)
-            for result in self.results
-        ]
+        found = [all_made(result, tracker) for result in self.results]
         return found if self.is_batch else found[0]
 
     def again(self, controller: Controller, tracker: PlanTracker) -> Submission:
@@ -293,6 +290,11 @@ class Submission:
                 detail = f"group {before.spec.name!r} has other members now: make the calls again, with their refs"
                 raise RetryError(op=name, detail=detail)
         return replace(self, asked=tuple([one._replace(group=now[one.group]) for one in self.asked]))
+
+
+def all_made(result: Any, tracker: PlanTracker) -> Any:
+    """What a call returns, with the refs of what its plan makes."""
+    return [made(one, tracker) for one in result] if isinstance(result, list) else made(result, tracker)
 
 
 def made(one: Any, tracker: PlanTracker) -> Any:

@@ -1,4 +1,4 @@
-"""A controller's plans and runs under way: their numbers and their order, and what of them ends with a group."""
+"""The plans and runs of a controller that are under way: their numbers, their order, and their messages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PlansUnderWay:
         self._trackers[tracker.seq] = tracker
 
     def remove(self, tracker: PlanTracker) -> None:
-        """Forgets one that has ended, or was never sent."""
+        """Removes a plan that has ended, or was never sent."""
         self._trackers.pop(tracker.seq, None)
 
     def find(self, seq: int) -> PlanTracker | None:
@@ -64,7 +64,7 @@ class PlansUnderWay:
         return found
 
     def of_group(self, membership: Membership) -> list[PlanTracker]:
-        """Those of a group."""
+        """The plans of a group that have not ended everywhere."""
         return [tracker for tracker in self.trackers() if membership in tracker.groups]
 
     def send(self, tracker: PlanTracker, outgoing: Outgoing) -> None:
@@ -72,17 +72,17 @@ class PlansUnderWay:
         if outgoing:
             self._participants.deliver(tracker.plan.participants, outgoing)
         if tracker.has_ended:
-            self.remove(tracker)
+            self._trackers.pop(tracker.seq, None)
 
     @contextmanager
     def none_begins(self) -> Iterator[list[Membership]]:
-        """A block in which no plan begins, and groups may end; it gives the groups of those under way."""
+        """A block in which no plan begins, and groups may end; yields the groups of the plans under way."""
         with Deferred(), self.dispatching:
             yield [group for tracker in self.trackers() if not tracker.resolved for group in tracker.groups]
             self.revision = object()
 
     def close(self) -> None:
-        """Fails and forgets all; runs that have ended well are not failed."""
+        """Fails all plans; runs that have ended well are not failed."""
         for tracker in self.trackers():
             tracker.fail(PlanAbortedError(detail="the controller was closed"))
         self._trackers.clear()
