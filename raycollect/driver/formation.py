@@ -83,7 +83,7 @@ class Formation:
             if old is not None:
                 self._retire(old, deadline_s, drains=drains)
             replaces = "" if old is None else old.spec.group_id
-            self._peers.join([membership], deadline_s, replaces)
+            self._peers.join(membership, deadline_s, replaces)
             by_rank = tuple([actors[one.actor_id] for one in membership.members])
             formed = membership, replace(declaration, actors=by_rank, is_by_rank=True)
             deliver()  # a signal that has come by now leaves no group

@@ -122,7 +122,7 @@ def test_early_publish_reaches_members_invited_later(controller):
             super().send(message)
 
     peers[0].link, peers[1].link = Quick(), Slow()  # type: ignore[assignment]
-    controller.participants.join([membership], time.monotonic() + WAIT_S)
+    controller.participants.join(membership, time.monotonic() + WAIT_S)
     hub.join(WAIT_S)
     assert [type(message) for message in said(peers[1])] == [Join, Publish]
     assert [type(message) for message in said(peers[0])] == [Join]
@@ -295,5 +295,5 @@ def test_a_member_that_dies_between_its_lease_and_its_join_is_named(controller: 
     _, second = lease(controller, team).values()
     controller.participants.drop(second)
     with pytest.raises(ActorGoneError, match="before it was asked to join") as caught:
-        controller.participants.join([team], time.monotonic() + WAIT_S)
+        controller.participants.join(team, time.monotonic() + WAIT_S)
     assert (caught.value.rank, caught.value.actor) == (1, team.members[1].actor)

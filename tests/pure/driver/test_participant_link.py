@@ -100,15 +100,14 @@ def test_a_participant_given_back_keeps_no_slot(peer):
 def test_the_end_of_a_member_counts_for_those_who_join_until_all_have(all_joined):
     peers = Participants("me")
     members = [SimpleNamespace(actor_id=f"actor {rank}") for rank in range(2)]
-    joining = {request: peers_module._Joining(member, "a group") for request, member in enumerate(members)}
-    together = tuple(joining.values())
-    peers._joining.update({request: (one, together) for request, one in joining.items()})
+    join = peers_module._Join(dict(enumerate(members)))
+    peers._joins.update(dict.fromkeys(join.members, join))
     try:
         for request in range(1 + all_joined):
             peers.joined(Joined(request=request))
         peers.give_up(SimpleNamespace(info={"actor_id": "actor 1", "actor": "W(1)"}), "killed")
-        assert [one.error is None for one in joining.values()] == [all_joined] * 2
-        assert all(one.settled.is_set() for one in joining.values())
+        assert (join.error is None) == all_joined
+        assert join.over.is_set()
     finally:
         peers.close()
 
