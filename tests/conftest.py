@@ -98,7 +98,7 @@ def tidy(cluster):
 
     yield
     controller = Controller.current()
-    trackers = [tracker for tracker in controller.trackers() if not tracker.resolved]
+    trackers = [tracker for tracker in controller.plans.trackers() if not tracker.resolved]
     controller.close()
     Controller._current = None
     assert not trackers, f"still in flight: {trackers}"

@@ -23,7 +23,7 @@ def explain_capture(
     """Explains a captured step, of this id, whose plans' operands are these."""
     runs = installed.runs
     step_plan = runs.step_plan
-    fixed = {source for source in infos if not runs.keys[source].startswith(capture)}  # type: ignore[call-overload]
+    fixed = {source for source in infos if not runs.location.keys[source].startswith(capture)}  # type: ignore[call-overload]
     actors = {
         actor_id: member.actor for actor_id, (_, member) in zip(step_plan.participants, step_plan.homes, strict=True)
     }

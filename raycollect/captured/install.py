@@ -96,7 +96,7 @@ class _Installation:
     def send(self) -> StepRuns:
         """Sends the programs and waits until all have acknowledged them; on failure all forget the step."""
         compiler, step_plan = self.compiler, self.step_plan
-        peers = self.controller.links(self.memberships, compiler.participants)
+        peers = self.controller.groups.links(self.memberships, compiler.participants)
         doorbell, slots = self._doorbell()
         tasks: list[Any] = []
         try:
@@ -144,7 +144,7 @@ class _Installation:
             method = method.options(num_returns=1, max_task_retries=0, enable_task_events=False)
             return method.remote(payload, *self.compiler.refs(at).values())
         except Exception as exc:
-            self.controller.check(self.memberships)  # another thread may have destroyed the group meanwhile
+            self.controller.groups.check(self.memberships)  # another thread may have destroyed the group meanwhile
             detail = f"{type(exc).__name__}: {exc}"
             raise DispatchError(op="capture", actor=peer.info["actor"], detail=detail) from exc
 

@@ -25,8 +25,7 @@ from raycollect.core.signals import Deferred, guarded
 from raycollect.driver import batch, stall_report
 from raycollect.driver.controller import Controller
 from raycollect.driver.pending import Argument, Pending
-from raycollect.driver.plan_tracker import PlanTracker
-from raycollect.driver.step_runs import StepRuns
+from raycollect.driver.step_runs import RunTracker, StepRuns
 from raycollect.driver.work import UnderWay, awake
 from raycollect.engine.step_program import CAPTURE_NBYTES
 from raycollect.engine.value_codec import unpack_values
@@ -58,8 +57,10 @@ class CapturedRun(UnderWay):
     _KIND = "run"
     _INSTEAD = "wait for it here, and pass what `wait` returns"
 
+    _tracker: RunTracker
+
     def __init__(
-        self, controller: Controller, capture: Any, tracker: PlanTracker, collect: Callable[[PlanTracker], Any]
+        self, controller: Controller, capture: Any, tracker: RunTracker, collect: Callable[[RunTracker], Any]
     ) -> None:
         super().__init__(controller, tracker)
         self._capture = capture  # keeps the capture open
@@ -271,7 +272,7 @@ class Capture(BoundToProcess):
             return self._begun_run(installed, tracker, arguments, async_op=async_op)
 
     def _begun_run(
-        self, installed: Installed, tracker: PlanTracker, arguments: Mapping[str, Any], *, async_op: bool
+        self, installed: Installed, tracker: RunTracker, arguments: Mapping[str, Any], *, async_op: bool
     ) -> Any:
         """What `run` returns of a run that has begun."""
         self._begun += 1
@@ -292,7 +293,7 @@ class Capture(BoundToProcess):
             self._runs.close()
             self._block._let_go()
 
-    def _collect(self, installed: Installed, tracker: PlanTracker, given: Mapping[str, Any]) -> Any:
+    def _collect(self, installed: Installed, tracker: RunTracker, given: Mapping[str, Any]) -> Any:
         if tracker.error is not None:
             raise copy_error(tracker.error)
         kept = installed.kept_refs(self._id, tracker.seq) if installed.kept else []
@@ -314,11 +315,11 @@ class Capture(BoundToProcess):
         if installed is None or controller is None:
             raise CaptureError(detail=f"this captured step has no tensors yet, or no more: {self._state}")
         runs = installed.runs
-        peers = controller.links(runs.memberships, runs.step_plan.participants)
+        peers = controller.groups.links(runs.memberships, runs.step_plan.participants)
         try:
             looks = direct_transport.get([peer.actor._raycollect_look.remote(self._id) for peer in peers], timeout_s)
         except Exception:  # it may come of a group that another thread has destroyed meanwhile
-            controller.check(runs.memberships)
+            controller.groups.check(runs.memberships)
             raise
         found = {source: looks[at][slot] for source, (at, slot) in installed.operands.items()}
         return {source: None if one is None else tuple(one) for source, one in found.items()}

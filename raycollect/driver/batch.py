@@ -167,9 +167,7 @@ class Batch(BoundToProcess):
         controller = Controller.current()
         try:
             is_awaited = not self._async_op
-            tracker, submission = self.request_list.send(
-                controller, self.staging_nbytes, is_batch=True, is_awaited=is_awaited
-            )
+            tracker, submission = self.request_list.send(controller, self.staging_nbytes, is_awaited=is_awaited)
         except BaseException:
             self._fail()
             raise

@@ -1,29 +1,26 @@
-"""One call of a driver's operation: from its refs to a plan under way, or to its place in a batch."""
+"""One call of a driver's operation: it is compiled, unless it is cached, and carried out."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from raycollect.core.deadline import Deadline
-from raycollect.core.model import GroupLike, Key, OpKind, ReduceOp, name_of
+from raycollect.core.model import GroupLike, OpKind, ReduceOp, name_of
 from raycollect.core.operations import OPERATIONS
 from raycollect.core.placeholder import Placeholder
-from raycollect.core.signals import Deferred
-from raycollect.driver import batch, operand_binding
+from raycollect.driver import batch, compiled_call, operand_binding
+from raycollect.driver.compiled_call import CompiledCall
 from raycollect.driver.controller import Controller
-from raycollect.driver.dispatch import RequestKey
-from raycollect.driver.driver_rank import with_results
+from raycollect.driver.dispatch import RequestKey, explained, prepare
 from raycollect.driver.operand_binding import Operand, TaskWait
 from raycollect.driver.pending import Pending
-from raycollect.driver.requests import RequestList
-from raycollect.driver.work import Work, wait_or_abort
-from raycollect.errors import Violation, refusal, wrong_argument, wrong_flags, wrong_time_limit
+from raycollect.errors import RefusedError, Violation, refusal, wrong_argument, wrong_flags, wrong_time_limit
 from raycollect.errors.text import a_type, shown
 from raycollect.group import membership as groups
-from raycollect.planner import STAGING_NBYTES, Membership
+from raycollect.planner import STAGING_NBYTES, Membership, Reshard
 from raycollect.ray_bridge import ray_actors, ray_session
 from raycollect.ray_bridge.driver_handle import is_handle
 
@@ -39,26 +36,53 @@ def task_wait(op: str, group_name: GroupLike, timeout_s: Any) -> TaskWait:
     return TaskWait(op, name_of(group_name), Deadline.after(None if wrong_time_limit(limit_s) else limit_s))
 
 
-class Sent(NamedTuple):
-    """What a call sent: the request, the keys of its operands as the plan counts them, and its results."""
+def run(
+    kind: OpKind,
+    group_name: GroupLike,
+    timeout_s: float | None,
+    *,
+    op: Any = None,
+    root: Any = -1,
+    inplace: Any = True,
+    snapshot: Any = False,
+    async_op: Any,
+    wait: Any = None,
+    **given: Any,
+) -> Any:
+    """Calls an operation, or records the call in the caller's batch or captured step.
 
-    asked: RequestKey
-    keys: tuple[Key, ...]
-    results: Any
+    `given` are the refs by the names of the operation's parameters, `root` is the rank that the operation names, -1 if
+    it names none, and `wait` is the wait for tasks of a call that began before. See `allreduce_refs` for the others.
+    """
+    refs: list[Any] = []
+    keys: list[Any] = []
+    around, key = batch.current(), None
+    if type(async_op) is bool and (around is None or not async_op):
+        limit_s = timeout_s if around is None or timeout_s is not None else around.timeout_s
+        arguments = kind, name_of(group_name), limit_s, op, root, inplace, snapshot, around is None
+        key = compiled_call.key_of(arguments, given.values(), refs, keys)
+    if key is not None and (controller := Controller.running()) is not None:
+        known = compiled_call.find(controller, key, may_derive=isinstance(group_name, str))
+        if known is not None:
+            return compiled_call.carry_out(controller, known, keys, refs, around, async_op=async_op)
+    call = Call(kind, group_name, timeout_s, op=op, wait=wait, **given)
+    compiled = call.compile(root=root, inplace=inplace, snapshot=snapshot, async_op=async_op)
+    if key is not None and not call.has_driver:
+        compiled_call.remember(call.controller, key, compiled, [one.key for one in call.used], keys)
+    return call.carry_out(compiled, async_op=async_op)
 
 
 class Call:
-    """One call of an operation: reads its refs, finds its group, and binds the operands to ranks.
+    """Compiles a call: reads its refs, finds its group, and binds the operands to ranks.
 
     Attributes:
         name: The operation in messages; empty: that of its kind.
         is_of_all: Whether a list of refs has one of each rank.
-        sent: What was sent; None: nothing, or in a batch.
+        used: The operands of the compiled call, in the order of its plan's refs.
     """
 
     name = ""
     is_of_all = True
-    sent: Sent | None = None
 
     def __init__(
         self,
@@ -78,7 +102,7 @@ class Call:
         if was_started:
             self.controller: Controller = Controller.current()
         self._batch = batch.current()
-        self._request_list = RequestList() if self._batch is None else self._batch.request_list
+        self.used: list[Operand] = []
         self._violations: list[Violation] = []
         timeout_s = self._timeout_s = batch.limit_s(timeout_s)
         self._violations += wrong_time_limit(timeout_s)
@@ -97,51 +121,58 @@ class Call:
         self._bound = {name: self._bind(name, given, alone=len(refs) == 1) for name, given in operands.items()}
         self._raise()
 
-    def run(self, *, root: Any = -1, async_op: bool, inplace: bool = True, snapshot: bool = False) -> Any:
-        """Runs a collective over all ranks, or records it; `root` is -1 where there is none."""
+    @property
+    def has_driver(self) -> bool:
+        """Whether this process is a rank of its group."""
+        return self._driver_rank is not None
+
+    def compile(
+        self, *, root: Any = -1, inplace: bool = True, snapshot: bool = False, async_op: bool = False
+    ) -> CompiledCall:
+        """Compiles the operation; `root` is -1 where there is none."""
+        kind, takes, size = self._kind, self._operation.takes, self._membership.spec.world_size
+        is_list = takes in ("all", "others")
         self._violations += wrong_flags(inplace=inplace)
         self._check_snapshot(snapshot)
-        expected = f"a rank from 0 to {self._membership.spec.world_size - 1}"
-        root = self._number(self._operation.root, root, expected)
+        if kind is not OpKind.SEND:
+            root = self._number(self._operation.root, root, f"a rank from 0 to {size - 1}")
         self._check_async(async_op)
         self._raise()
-        src, dst = (self._bound.get(name, {}) for name in self._operation.refs)
-        if self._operation.takes == "others":  # the root only sends, and the others only receive
-            dst = {rank: one for rank, one in src.items() if rank != root}
-            src = {rank: one for rank, one in src.items() if rank == root}
-        self._record(
-            range(self._membership.spec.world_size), src, dst, root=root, inplace=inplace, snapshot=snapshot and inplace
+        peer = -1
+        if kind is OpKind.SEND:
+            ((root, source), (peer, target)) = self._bound["refs"].items()
+            src, dst, ranks, with_result = {root: source}, {peer: target}, sorted((root, peer)), [peer]
+        else:
+            src, dst = (self._bound.get(name, {}) for name in self._operation.refs)
+            if takes == "others":  # the root only sends, and the others only receive
+                dst = {rank: one for rank, one in src.items() if rank != root}
+                src = {rank: one for rank, one in src.items() if rank == root}
+            ranks = list(range(size))
+            with_result = [rank for rank in ranks if is_list or (takes == "root" and rank == root)]
+        keeps = takes == "others" or (inplace and self._operation.in_place)
+        return self._compiled(
+            [(rank, src.get(rank), dst.get(rank)) for rank in ranks],
+            [(rank, dst.get(rank) or (src.get(rank) if keeps else None)) for rank in with_result],
+            is_list=is_list,
+            root=root,
+            peer=peer,
+            inplace=inplace,
+            snapshot=snapshot and inplace,
         )
-        return self._result(async_op)
 
-    def send(self, *, async_op: bool) -> Any:
-        """Runs a send, or records it; its refs are the source and the destination."""
-        self._check_async(async_op)
-        self._raise()
-        ((root, src), (peer, dst)) = self._bound["refs"].items()
-        self._record(sorted((root, peer)), {root: src}, {peer: dst}, root=root, peer=peer)
-        return self._result(async_op)
-
-    def _result(self, async_op: bool) -> Any:
-        request_list = self._request_list
-        if self._batch is not None:
-            result = request_list.results[-1]
-            return list(result) if isinstance(result, list) else result  # the caller may change it
-        asked = request_list.asked[-1]
-        with Deferred():
-            tracker, submission = request_list.send(
-                self.controller,
-                STAGING_NBYTES,
-                is_batch=False,
-                is_awaited=not async_op,
-                deadline=self._wait.deadline,
-            )
-            refs = request_list.results[0]
-            self.sent = Sent(asked, tuple(submission.refs), refs)
-            if async_op:
-                return Work(self.controller, tracker, refs, submission)
-            wait_or_abort(self.controller, tracker)
-        return with_results(refs) if tracker.error is None else Work(self.controller, tracker, refs).wait()
+    def carry_out(self, compiled: CompiledCall, *, async_op: bool) -> Any:
+        """Sends the call, or records it."""
+        used = self.used
+        return compiled_call.carry_out(
+            self.controller,
+            compiled,
+            [one.key for one in used],
+            [one.ref for one in used],
+            self._batch,
+            async_op=async_op,
+            values=[one.ref if one.given is None else one.given for one in used],
+            deadline=self._wait.deadline,
+        )
 
     # ------------------------------------------------------------------------------------------ binding
 
@@ -161,7 +192,7 @@ class Call:
             if isinstance(ref, Placeholder) and type(ref) is not Pending:
                 ref._passed_to("a collective")
             one: Operand | Violation
-            if type(ref) is Pending and ref._is_of(self._request_list):
+            if type(ref) is Pending and self._batch is not None and ref._is_of(self._batch.request_list):
                 one = Operand(ref=ref, key=ref.key, actor_id=ref.actor_id)
             elif type(ref) is Pending:
                 one = operand_binding.operand(ref.ref, position, self._wait)
@@ -233,7 +264,7 @@ class Call:
     def _raise(self) -> None:
         if self._violations:
             around = self._batch
-            number = -1 if around is None else len(self._request_list.asked)
+            number = -1 if around is None else len(around.request_list.asked)
             if around is not None and around.is_rehearsal and not number:  # a plan of one call, as far as is known
                 number = -1
             found = tuple(replace(self._to_itself(one), call=number) for one in self._violations)
@@ -256,44 +287,46 @@ class Call:
         elif async_op and self._batch is not None and self._batch._async_advice:
             self._wrong("async_op", async_op, self._batch._async_advice)
 
-    # ------------------------------------------------------------------------------------------ recording
+    # ------------------------------------------------------------------------------------------ compiling
 
-    def _record(
+    def _compiled(
         self,
-        ranks: Iterable[int],
-        src: Mapping[int, Operand],
-        dst: Mapping[int, Operand],
+        parts: Iterable[tuple[int, Operand | None, Operand | None]],
+        results: Iterable[tuple[int, Operand | None]],
         *,
-        root: int,
+        is_list: bool,
+        root: int = -1,
         peer: int = -1,
-        inplace: bool = True,
-        snapshot: bool = False,
-    ) -> None:
-        request_list, membership, kind = self._request_list, self._membership, self._kind
-        source = request_list.source
-        if self._batch is not None:
-            self._batch._outermost._hold(self.controller, membership)
-        takes = self._operation.takes
-        keeps = takes == "others" or (inplace and self._operation.in_place)
-        sole: int | None = None  # the one rank with a result; None: all have one
-        if takes not in ("all", "others"):
-            sole = root if takes == "root" else peer
-        operands, results = [], []
-        for rank in ranks:
-            given, taken = src.get(rank), dst.get(rank)
-            operands.append((rank, source(given), source(taken)))
-            if sole is None or rank == sole:
-                results.append(self._ref(rank, taken or (given if keeps else None)))
-        call = (membership, kind, tuple(operands), self._op, root, peer)
-        asked = RequestKey(*call, bool(inplace), self._limit_s, bool(snapshot), is_limited=self._timeout_s is not None)
-        result: Any = results if sole is None else results[0] if results else None
-        request_list.add(asked, result)
+        inplace: bool,
+        snapshot: bool,
+        reshard: Reshard | None = None,
+    ) -> CompiledCall:
+        """Compiles `parts`, (rank, input, output), and `results`, (rank, operand that holds it; None: it is made)."""
+        places: dict[Any, int] = {}
+
+        def place(one: Operand | None) -> int | None:
+            if one is None or one.ref is None:
+                return None
+            # A captured value: several participants have one under its key
+            identity = one.ref if type(one.ref) is Pending else one.key
+            if identity not in places:
+                places[identity] = len(places)
+                self.used.append(one)
+            return places[identity]
+
+        membership, limit_s = self._membership, self._limit_s
+        operands = tuple([(rank, place(src), place(dst)) for rank, src, dst in parts])
+        call = (membership, self._kind, operands, self._op, root, peer, bool(inplace), limit_s, bool(snapshot), reshard)
+        asked = RequestKey(*call, is_limited=self._timeout_s is not None)
+        found = [(membership.members[rank].actor_id, place(holder)) for rank, holder in results]
+        try:
+            prepared = prepare((asked,), STAGING_NBYTES) if self._batch is None else None
+        except RefusedError as exc:
+            raise explained(exc, (asked,), tuple(places)) from None
+        held = tuple([actor_id if at is None else at for actor_id, at in found])
+        makes = any(at is None for _, at in found)
+        return CompiledCall(asked, tuple(range(len(places))), held, is_list, makes, prepared)
 
     @property
     def _limit_s(self) -> float:
         return float(self._membership.timeout_s if self._timeout_s is None else self._timeout_s)
-
-    def _ref(self, rank: int, holder: Operand | None) -> Any:
-        if holder is not None and holder.ref is not None:
-            return holder.ref if holder.given is None else holder.given
-        return self._request_list.promise(self._membership.members[rank].actor_id)

@@ -1,41 +1,33 @@
-"""What a controlling process holds: its leased participants, its groups, and its plans under way.
+"""What a controlling process holds: its leased participants, its plans under way, and its groups.
 
-There is one controller per process and Ray session. A participant is leased with its control connection and given back
-when its last group here is destroyed (P10).
+Each of these uses only those before it; `ControllerMessages` tells them what participants say. There is one controller
+per process and Ray session. A participant is leased with its control connection and given back when its last group here
+is destroyed (P10).
 """
 
 from __future__ import annotations
 
 import atexit
-import itertools
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache, partial
-from time import monotonic
-from typing import Any
 
 from raycollect.channel import Mailbox
 from raycollect.core import limits, threads
 from raycollect.core.model import GroupLike, name_of
-from raycollect.core.signals import Allowed, Deferred
 from raycollect.driver.controller_messages import ControllerMessages
-from raycollect.driver.dispatch_lock import DispatchLock
 from raycollect.driver.driver_rank import DriverRank
 from raycollect.driver.groups import Groups
-from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.participants import Participants
 from raycollect.driver.plan_timeouts import PlanTimeouts
-from raycollect.driver.plan_tracker import Outgoing, PlanTracker
-from raycollect.errors import PlanAbortedError, UnknownGroupError, copy_error
+from raycollect.driver.plans import PlansUnderWay
+from raycollect.errors import copy_error
 from raycollect.member.runtime import Runtime, this_runtime
 from raycollect.observe.timeline_session import TimelineSession
-from raycollect.planner import Membership, plan_cache
+from raycollect.planner import Membership
 from raycollect.pos import fetch
 from raycollect.ray_bridge import ray_session
-
-_MOST_LINKS = 256  # for how many plans it is known who takes part
 
 # How long a captured step that was dropped in a run is left alone before anybody looks at it again, in seconds
 _LOOK_S, _MOST_LOOK_S = 0.05, 1.0
@@ -45,14 +37,12 @@ class Controller:
     """What a controlling process holds. `Controller.current()` makes it on first use.
 
     Attributes:
-        dispatching: Held while a plan, or a run of a captured step, is sent to all its participants (P2).
-        revision: Changes whenever a group, or a member of one, is gone, and where a group's members begin to change.
-        messages: Takes what participants say.
-        numbers: The numbers of plans, one per launch; taken under `dispatching`.
-        under_way: The plans and runs that had not ended everywhere when they were last looked at, by number.
-        timeouts: Ends plans and runs at the time limits that their callers gave.
-        known_calls: What calls found out that were made before, for `driver.known_calls`.
         mailbox: By which participants of this host get plans; None: there is none.
+        participants: The leased participants.
+        plans: The plans and runs under way.
+        timeouts: Ends plans and runs at the time limits that their callers gave.
+        groups: The groups.
+        messages: Takes what participants say.
     """
 
     _current: Controller | None = None
@@ -100,19 +90,14 @@ class Controller:
     def __init__(self, session: object, runtime: Runtime) -> None:
         self.session = session
         self._runtime = runtime
-        self.dispatching: DispatchLock = DispatchLock()
-        self.revision: object = object()
-        self.known_calls: dict[Any, Any] = {}
-        self._links: dict[Any, tuple[object, list[ParticipantLink]]] = {}  # as long as the revision is the same
-        self.messages: ControllerMessages = ControllerMessages(self)
         self.mailbox: Mailbox | None = _make_mailbox()
-        self.participants: Participants = Participants(self.messages, secrets.token_hex(8), self.mailbox)
-        self.groups: Groups = Groups(self.participants, self._group_ends, self._drained, self._none_begins)
+        self.participants: Participants = Participants(secrets.token_hex(8), self.mailbox)
+        self.plans: PlansUnderWay = PlansUnderWay(self.participants, runtime.tracer)
+        self.timeouts: PlanTimeouts = PlanTimeouts(self.plans, self.participants)
+        self.groups: Groups = Groups(self.participants, self.plans)
+        self.messages: ControllerMessages = ControllerMessages(self.participants, self.plans, self.groups)
+        self.participants.owner = self.messages
         self._driver_rank: DriverRank | None = None
-        self._is_closed = False
-        self.numbers: Iterator[int] = itertools.count(1)
-        self.timeouts: PlanTimeouts = PlanTimeouts(self)
-        self.under_way: dict[int, PlanTracker] = {}
         runtime.process_groups.drives = self.drives
         runtime.timelines.begin_from_environment()
         self.observed(runtime.timelines.running)
@@ -140,13 +125,8 @@ class Controller:
 
     def close(self) -> None:
         """Gives back all leases; may be called twice."""
-        for tracker in self.trackers():  # runs that have ended well are not failed
-            tracker.fail(PlanAbortedError(detail="the controller was closed"))
+        self.plans.close()
         self.timeouts.stop()
-        self.under_way.clear()
-        self._links.clear()
-        self._is_closed = True
-        self.revision = object()
         self.groups.close()
         self.participants.close()
         if self._driver_rank is not None:
@@ -154,82 +134,6 @@ class Controller:
         if self.mailbox is not None:
             self.mailbox.close()
         fetch.close_idle()
-
-    def links(self, memberships: Sequence[Membership], actor_ids: tuple[str, ...]) -> list[ParticipantLink]:
-        """The leased participants of a plan or captured step, by position; raises as `check` does."""
-        key, revision = (tuple(memberships), actor_ids), self.revision
-        known = self._links.get(key)
-        if known is not None and known[0] is revision:
-            return known[1]
-        self.check(memberships)
-        groups = dict.fromkeys(memberships)
-        found = [self.participants.leased(actor_id, groups) for actor_id in actor_ids]
-        if known is not None or len(self._links) >= _MOST_LINKS:
-            self._links.clear()
-        self._links[key] = revision, found
-        return found
-
-    def check(self, memberships: Sequence[Membership]) -> None:
-        """Checks that groups exist and can communicate."""
-        if self._is_closed:
-            name = memberships[0].spec.name if memberships else ""
-            detail = "it has ended with what used it, as Ray was shut down meanwhile; capture steps of it again, too"
-            raise UnknownGroupError(group_name=name, detail=detail)
-        self.groups.check(memberships)
-
-    def _group_ends(self, membership: Membership, why: str) -> None:
-        self.revision = object()
-        self._links.clear()
-        plan_cache.forget(membership)
-        known = tuple(self.known_calls.items())
-        self.known_calls = {asked: call for asked, call in known if call.asked.group is not membership}
-        for tracker in self._plans_of(membership):
-            self.send(tracker, tracker.fail(PlanAbortedError(detail=why)))
-
-    def _drained(self, membership: Membership, deadline_s: float) -> bool:
-        with self.dispatching:  # a plan that began before is waited for; none begins after it, as all look again
-            self.groups.draining.add(membership.spec.group_id)
-            self.revision = object()
-            under_way = self._plans_of(membership)
-        with Allowed():
-            return all(tracker.wait(max(deadline_s - monotonic(), 0)) for tracker in under_way)
-
-    @contextmanager
-    def _none_begins(self) -> Iterator[list[Membership]]:
-        with Deferred(), self.dispatching:
-            yield [group for tracker in self.trackers() if not tracker.resolved for group in tracker.groups]
-            self.revision = object()  # as groups may have ended in the block
-
-    def _plans_of(self, membership: Membership) -> list[PlanTracker]:
-        return [tracker for tracker in self.trackers() if membership in tracker.groups]
-
-    # ------------------------------------------------------------------------------------------ plans under way
-
-    def register(self, tracker: PlanTracker) -> None:
-        """Adds a plan, or a run, under the number that was taken last, and takes those of its other launches."""
-        ring = self._runtime.tracer.ring
-        if ring is not None:
-            tracker.ring, tracker.began_s = ring, ring.clock()
-        for _ in range(tracker.plan.width - 1):
-            next(self.numbers)
-        self.under_way[tracker.seq] = tracker
-
-    def trackers(self) -> list[PlanTracker]:
-        """The plans that have not ended everywhere. What ends in shared memory is seen to have ended by asking."""
-        found = []
-        for tracker in tuple(self.under_way.values()):
-            if tracker.has_ended:
-                self.under_way.pop(tracker.seq, None)
-            elif tracker.seq in self.under_way:
-                found.append(tracker)
-        return found
-
-    def send(self, tracker: PlanTracker, outgoing: Outgoing) -> None:
-        """Sends what a plan has to say, and forgets the plan once it has ended everywhere."""
-        if outgoing:
-            self.participants.deliver(tracker.plan.participants, outgoing)
-        if tracker.has_ended:
-            self.under_way.pop(tracker.seq, None)
 
     def abandon(self, let_go: Callable[[], bool], held: tuple[Membership, ...], delay_s: float = 0.0) -> None:
         """Closes a capture that nobody refers to, once its last run has ended; `let_go` returns False until then.
@@ -244,7 +148,7 @@ class Controller:
             else:
                 self.abandon(let_go, held, min(delay_s + _LOOK_S, _MOST_LOOK_S))
 
-        self.participants.later(delay_s, partial(self.dispatching.soon, close))
+        self.participants.later(delay_s, partial(self.plans.dispatching.soon, close))
 
 
 def _make_mailbox() -> Mailbox | None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raycollect.channel import messages
 from raycollect.core import threads
 from raycollect.core.model import Key
+from raycollect.driver.groups import Groups
 from raycollect.driver.participant_link import ParticipantLink
+from raycollect.driver.participants import Participants
 from raycollect.driver.plan_tracker import PlanTracker
+from raycollect.driver.plans import PlansUnderWay
 from raycollect.errors import (
     GroupBrokenError,
     PlanAbortedError,
@@ -22,15 +25,14 @@ from raycollect.errors import (
 from raycollect.pos.handle import Handle
 from raycollect.ray_bridge import direct_transport
 
-if TYPE_CHECKING:
-    from raycollect.driver.controller import Controller
-
 
 class ControllerMessages:
     """The owner of a controller's participant links: hands each message to the plan, group or join that it is for."""
 
-    def __init__(self, controller: Controller) -> None:
-        self._controller = controller
+    def __init__(self, participants: Participants, plans: PlansUnderWay, groups: Groups) -> None:
+        self._participants = participants
+        self._plans = plans
+        self._groups = groups
 
     def received(self, peer: ParticipantLink, message: Any) -> None:
         """A message of a participant."""
@@ -41,72 +43,66 @@ class ControllerMessages:
 
     def lost(self, peer: ParticipantLink, reason: str) -> None:
         """A participant's connection has ended."""
-        controller = self._controller
-        if not controller.participants.drop(peer):
+        plans = self._plans
+        if not self._participants.drop(peer):
             return
-        threads.survives(controller.groups.lost, peer, reason)
-        controller.revision = object()
-        threads.survives(controller.participants.give_up, peer, reason)
-        for tracker in controller.trackers():
+        threads.survives(self._groups.lost, peer, reason)
+        plans.revision = object()
+        threads.survives(self._participants.give_up, peer, reason)
+        for tracker in plans.trackers():
             position = tracker.plan.positions.get(peer.info["actor_id"])
             if position is not None:
                 try:
-                    controller.send(tracker, tracker.lost(position, reason))
+                    plans.send(tracker, tracker.lost(position, reason))
                 except Exception as exc:  # noqa: BLE001 - any: somebody waits for it
-                    controller.send(tracker, tracker.fail(threads.failed("telling who is gone", exc)))
-        threads.survives(controller.groups.bury, peer)
+                    plans.send(tracker, tracker.fail(threads.failed("telling who is gone", exc)))
+        threads.survives(self._groups.bury, peer)
 
     def parted(self, peer: ParticipantLink) -> None:
         """A participant was given back by the calling thread: it aborts what it runs, without a report."""
         reason = PlanAbortedError(detail=f"{peer.info['actor']} was given back")
-        for tracker in self._controller.trackers():
+        for tracker in self._plans.trackers():
             position = _position(tracker, peer)
             if tracker.is_pending(position):
-                self._controller.send(tracker, tracker.fail(reason, unsent=(position,)))
+                self._plans.send(tracker, tracker.fail(reason, unsent=(position,)))
 
     # ------------------------------------------------------------------------------------------ groups
 
     def _meet(self, peer: ParticipantLink, message: Any) -> None:
-        self._controller.groups.coordinators.receive(peer, message)
+        self._groups.coordinators.receive(peer, message)
 
     def _publish(self, peer: ParticipantLink, message: messages.Publish) -> None:
         """A member publishes a value: the others get it, but not before their invitation."""
-        with self._controller.participants.inviting:
+        with self._participants.inviting:
             self._meet(peer, message)
 
     def _stuck(self, peer: ParticipantLink, message: messages.Stuck) -> None:
-        coordinators = self._controller.groups.coordinators
+        coordinators = self._groups.coordinators
         if message.group_id:
             coordinators.receive(peer, message)
             return
-        tracker = self._tracker_of(message.seq)
+        tracker = self._plans.with_launch(message.seq)
         if tracker is not None or not message.seq:
             coordinators.spread(peer, message, () if tracker is None else tracker.plan.participants)
 
     def _depart(self, peer: ParticipantLink, message: messages.Gone) -> None:
         """A member has left by itself: it is answered, and the driver can't use the group any more either."""
-        groups = self._controller.groups
+        groups = self._groups
         if message.group_id in groups.coordinators:
             groups.breaks(message.group_id, f"{peer.info['actor']} has left: it destroyed the group itself")
-            self._controller.revision = object()
+            self._plans.revision = object()
             groups.coordinators.receive(peer, message)
         peer.send(message)
 
     # ------------------------------------------------------------------------------------------ plans
 
-    def _tracker_of(self, launch: int) -> PlanTracker | None:
-        controller = self._controller
-        return controller.under_way.get(launch) or next(
-            (one for one in controller.trackers() if launch in one.launches), None
-        )
-
     def _arrive(self, peer: ParticipantLink, message: messages.Arrive) -> None:
-        tracker = self._tracker_of(message.seq)
+        tracker = self._plans.with_launch(message.seq)
         if tracker is not None:
-            self._controller.send(tracker, tracker.arrive(_position(tracker, peer), message))
+            self._plans.send(tracker, tracker.arrive(_position(tracker, peer), message))
 
     def _done(self, peer: ParticipantLink, message: messages.Done) -> None:
-        controller, tracker = self._controller, self._controller.under_way.get(message.seq)
+        tracker = self._plans.find(message.seq)
         if tracker is None:
             return
         position = _position(tracker, peer)
@@ -115,31 +111,31 @@ class ControllerMessages:
             error = located(error, tracker.member(position).rank, peer.info["actor"])
         if isinstance(error, GroupBrokenError):
             for membership in tracker.location.blamed(error):
-                controller.groups.breaks(membership.spec.group_id, error.detail)
-            controller.revision = object()
+                self._groups.breaks(membership.spec.group_id, error.detail)
+            self._plans.revision = object()
         if position >= 0:
-            controller.send(tracker, tracker.done(position, error, message.story, others=message.ranks))
+            self._plans.send(tracker, tracker.done(position, error, message.story, others=message.ranks))
 
     def _ran(self, peer: ParticipantLink, message: messages.Ran) -> None:
         """Whoever waits for the run decodes what it returns."""
-        tracker = self._controller.under_way.get(message.seq)
+        tracker = self._plans.find(message.seq)
         if tracker is not None and (position := _position(tracker, peer)) >= 0:
             tracker.answered(position, message.payload)
 
     def _behind(self, peer: ParticipantLink, message: messages.Behind) -> None:
         """A participant can't tell when a call has ended: an actor task, which is behind all calls so far, will."""
-        controller, tracker = self._controller, self._controller.under_way.get(message.seq)
+        tracker = self._plans.find(message.seq)
         if tracker is None:
             return
         try:
             peer.fence(message.seq)
         except Exception as exc:  # noqa: BLE001 - whatever Ray raises
             rank = tracker.member(_position(tracker, peer)).rank
-            controller.send(tracker, tracker.fail(peer.unsent(exc, rank)))
+            self._plans.send(tracker, tracker.fail(peer.unsent(exc, rank)))
 
     def _waiting(self, peer: ParticipantLink, message: messages.Waiting) -> None:
         """A participant waits for a method that has not ended: watch its ref, which may hold an error instead."""
-        tracker = self._controller.under_way.get(message.seq)
+        tracker = self._plans.find(message.seq)
         key = Key(message.key)
         ref = tracker.refs.get(key) if tracker is not None else None
         if tracker is None or ref is None:
@@ -152,7 +148,7 @@ class ControllerMessages:
             call, rank = tracker.location.first_use(key)
             violation = Violation(kind="lost", rank=rank, field="operand", found="not there", ref=ref.hex(), call=call)
             error = refusal(tracker.plan.name, tracker.group_name, (violation,))
-            self._controller.send(tracker, tracker.fail(error))
+            self._plans.send(tracker, tracker.fail(error))
 
         direct_transport.on_completed(ref, settled)
 
@@ -162,7 +158,7 @@ def _position(tracker: PlanTracker, peer: ParticipantLink) -> int:
 
 
 _HANDLERS: dict[type, Callable[[ControllerMessages, ParticipantLink, Any], None]] = {
-    messages.Joined: lambda mine, peer, message: mine._controller.participants.joined(message),
+    messages.Joined: lambda mine, peer, message: mine._participants.joined(message),
     messages.Arrive: ControllerMessages._arrive,
     messages.Behind: ControllerMessages._behind,
     messages.Done: ControllerMessages._done,

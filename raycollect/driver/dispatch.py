@@ -191,19 +191,19 @@ def send_prepared(
         is_awaited: Whether the calling thread waits for the plan now, and so looks at its letters itself.
         deadline: That of a call that began before; by default the calls' own limits count from now.
     """
-    planned = prepared.plan
+    planned, plans = prepared.plan, controller.plans
     if deadline is NEVER and prepared.limit_s is not None:
         deadline = Deadline.after(prepared.limit_s)
     while True:
-        revision, peers = controller.revision, controller.links(prepared.groups, planned.participants)
+        revision, peers = plans.revision, controller.groups.links(prepared.groups, planned.participants)
         # All at once: another thread's call, of which one more may need the result, would else come behind the plan
         # on one actor, and that call before it on another. First: who has one of them may make a call of ours, in a
         # finalizer, and wait for the other lock.
-        with AllHeld(list(filter(None, map(_CALLS, peers)))), controller.dispatching:
-            tracker = PlanTracker(next(controller.numbers), planned, prepared.groups, refs, deadline=deadline)
-            controller.register(tracker)
-            if controller.revision is not revision:  # who ended a group meanwhile has not seen this plan
-                controller.under_way.pop(tracker.seq, None)
+        with AllHeld(list(filter(None, map(_CALLS, peers)))), plans.dispatching:
+            tracker = PlanTracker(next(plans.numbers), planned, prepared.groups, refs, deadline)
+            plans.register(tracker)
+            if plans.revision is not revision:  # who ended a group meanwhile has not seen this plan
+                plans.remove(tracker)
                 continue
             _send_parts(controller, prepared, tracker, peers, is_awaited=is_awaited)
             return tracker
@@ -239,7 +239,7 @@ def _send_parts(
                 made = peer.submit(order, len(outputs))
         except Exception as exc:  # noqa: BLE001 - whatever Ray raises: too many pending calls, a dead actor, its own bugs
             error = peer.unsent(exc, tracker.member(at).rank)
-            controller.send(tracker, tracker.fail(error, unsent=range(at, len(peers))))
+            controller.plans.send(tracker, tracker.fail(error, unsent=range(at, len(peers))))
             break
         peer.last_seq = tracker.seq
         if outputs:
@@ -272,10 +272,7 @@ class Submission:
 
     def given(self, tracker: PlanTracker) -> Any:
         """What the caller gets, with refs for what is made; None for those where the plan could not be sent."""
-        found = [
-            [made(one, tracker) for one in result] if isinstance(result, list) else made(result, tracker)
-            for result in self.results
-        ]
+        found = [all_made(result, tracker) for result in self.results]
         return found if self.is_batch else found[0]
 
     def again(self, controller: Controller, tracker: PlanTracker) -> Submission:
@@ -293,6 +290,11 @@ class Submission:
                 detail = f"group {before.spec.name!r} has other members now: make the calls again, with their refs"
                 raise RetryError(op=name, detail=detail)
         return replace(self, asked=tuple([one._replace(group=now[one.group]) for one in self.asked]))
+
+
+def all_made(result: Any, tracker: PlanTracker) -> Any:
+    """What a call returns, with the refs of what its plan makes."""
+    return [made(one, tracker) for one in result] if isinstance(result, list) else made(result, tracker)
 
 
 def made(one: Any, tracker: PlanTracker) -> Any:

@@ -63,7 +63,7 @@ def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
             f"{getattr(fn, '__name__', fn)!r} called no operation: plan() takes one and its arguments, or a function"
         )
         raise BatchError(detail=f"{detail} that calls some")
-    Controller.current().check([one.group for one in recorded.asked])
+    Controller.current().groups.check([one.group for one in recorded.asked])
     try:
         found = prepare(recorded.asked, recorded.staging).plan
         handles = _handles(recorded, found)

@@ -30,12 +30,9 @@ class ErrorLocator:
     plan: Plan
     memberships: Sequence[Membership]
     keys: Sequence[Key]
-    homes: Sequence[tuple[Membership, Member]] | None = None
 
     def home(self, position: int) -> tuple[Membership, Member]:
         """The group in which errors name a participant, and its member there."""
-        if self.homes is not None:
-            return self.homes[max(position, 0)]
         number, rank = self.plan.involved[max(position, 0)][0]
         membership = self.memberships[number]
         return membership, membership.members[rank]
@@ -59,6 +56,10 @@ class ErrorLocator:
                 if source in sources:
                     return (number if len(self.plan.requests) > 1 else -1), rank
         return -1, -1
+
+    def heard(self, position: int, error: RefusedError) -> Sequence[int]:
+        """The positions that have heard a refusal, which a participant reports: all were in the agreement."""
+        return range(len(self.plan.participants))
 
     def blamed(self, error: GroupBrokenError) -> tuple[Membership, ...]:
         """The group that an error means; all groups where it names none of the plan."""

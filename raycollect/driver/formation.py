@@ -6,6 +6,7 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from time import monotonic
 from typing import Any
 
 from raycollect import backends
@@ -15,12 +16,14 @@ from raycollect.core.model import Member
 from raycollect.core.signals import Allowed, deliver
 from raycollect.driver import member_discovery
 from raycollect.driver.coordinators import Coordinators
+from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.participants import Participants
-from raycollect.errors import CollectiveTimeoutError
+from raycollect.driver.plans import PlansUnderWay
+from raycollect.errors import CollectiveTimeoutError, PlanAbortedError
 from raycollect.group import cluster_registry, link_costs
 from raycollect.group.declaration import Declaration
 from raycollect.group.membership import membership_of, placed
-from raycollect.planner import Membership
+from raycollect.planner import Membership, plan_cache
 from raycollect.ray_bridge import ray_actors, submitted_calls
 
 _log = logging.getLogger("raycollect")
@@ -36,23 +39,20 @@ class Formation:
 
     Args:
         peers: The participants.
-        ending: Aborts the plans of a group under way, for a reason.
-        drained: Lets no plan of a group begin, and waits for those under way; False: not all have ended in time.
+        plans: Their plans under way.
 
     Attributes:
         coordinators: The coordinators of all groups, those that are being formed included.
+        draining: The ids of the groups of which no plan begins, as their members change; set while none is being sent.
     """
 
-    def __init__(
-        self,
-        peers: Participants,
-        ending: Callable[[Membership, str], None],
-        drained: Callable[[Membership, float], bool],
-    ) -> None:
+    def __init__(self, peers: Participants, plans: PlansUnderWay) -> None:
         self.coordinators: Coordinators = Coordinators(peers)
+        self.draining: set[str] = set()
         self._peers = peers
-        self._ending = ending
-        self._drained = drained
+        self._plans = plans
+        # Who takes part in plans and steps, as long as the revision is the same
+        self._links: dict[Any, tuple[object, list[ParticipantLink]]] = {}
         self._claims = Claims()  # names, the actors of derived groups, and groups that are being dissolved
         self._broken: dict[str, str] = {}  # group id -> why
         self._ended: list[Membership] = []  # groups that are gone here, whose members may not know it yet
@@ -83,7 +83,7 @@ class Formation:
             if old is not None:
                 self._retire(old, deadline_s, drains=drains)
             replaces = "" if old is None else old.spec.group_id
-            self._peers.join([membership], deadline_s, replaces)
+            self._peers.join(membership, deadline_s, replaces)
             by_rank = tuple([actors[one.actor_id] for one in membership.members])
             formed = membership, replace(declaration, actors=by_rank, is_by_rank=True)
             deliver()  # a signal that has come by now leaves no group
@@ -100,12 +100,28 @@ class Formation:
 
     def _retire(self, old: Membership, deadline_s: float, *, drains: bool) -> None:
         """Ends all that a group does; who is a member of the next one leaves it by joining that."""
-        if drains and not self._drained(old, deadline_s):
+        if drains and not self._drain(old, deadline_s):
             detail = "its collectives under way have not ended in time, so its members did not change"
             raise CollectiveTimeoutError(op="change of the members", group_name=old.spec.name, detail=detail)
         self.coordinators.close(old)
-        self._ending(old, "its group was formed again")
+        self._end_plans(old, "its group was formed again")
         cluster_registry.remove(old)
+
+    def _drain(self, membership: Membership, deadline_s: float) -> bool:
+        """Lets no plan of a group begin, and waits for those under way; False: not all have ended in time."""
+        with self._plans.dispatching:  # a plan that began before is waited for; none begins after it, as all look again
+            self.draining.add(membership.spec.group_id)
+            self._plans.revision = object()
+            under_way = self._plans.of_group(membership)
+        with Allowed():
+            return all(tracker.wait(max(deadline_s - monotonic(), 0)) for tracker in under_way)
+
+    def _end_plans(self, membership: Membership, why: str) -> None:
+        self._plans.revision = object()
+        self._links.clear()
+        plan_cache.forget(membership)
+        for tracker in self._plans.of_group(membership):
+            self._plans.send(tracker, tracker.fail(PlanAbortedError(detail=why)))
 
     def _dissolve_ended(self, name: str = "", deadline_s: float = 0.0) -> None:
         """Tells the members of groups that have ended here; waits for another thread that does that with one `name`."""
@@ -121,13 +137,25 @@ class Formation:
         if membership not in self._ended:
             return  # another thread has done it
         try:
-            self._ending(membership, "its group was destroyed")
+            self._end_plans(membership, "its group was destroyed")
             self._part(membership)
             cluster_registry.remove(membership)
         except Exception:  # it would come again
             self._ended.remove(membership)
             raise
         self._ended.remove(membership)
+
+    # ------------------------------------------------------------------------------------------ broken ones
+
+    def why_broken(self, membership: Membership) -> str:
+        """Why a group can't communicate; empty where it can."""
+        return self._broken.get(membership.spec.group_id, "")
+
+    def lost(self, peer: ParticipantLink, reason: str) -> None:
+        """A participant's process is gone, and with it all its groups; on the hub's thread."""
+        for group_id in [one for one in tuple(peer.group_ids) if one in self.coordinators]:  # the others have ended
+            self._broken[group_id] = f"{peer.info['actor']} died ({reason})"
+            self.coordinators.lost(peer, group_id, reason)
 
     def _part(self, membership: Membership) -> None:
         self._peers.part(membership)

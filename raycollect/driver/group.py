@@ -111,7 +111,7 @@ class Group:
         return GroupStatus(state=state, detail=detail, members=members)
 
     def _under_way(self) -> list[PlanTracker]:
-        trackers = self._controller.trackers()
+        trackers = self._controller.plans.trackers()
         return [tracker for tracker in trackers if self._membership in tracker.groups and not tracker.has_ended]
 
     def _state(self) -> tuple[str, str]:

@@ -6,8 +6,8 @@ import logging
 import resource
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from math import inf
 from time import monotonic
@@ -22,6 +22,7 @@ from raycollect.driver.formation import Declared, Formation
 from raycollect.driver.group_change import living
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.participants import Participants
+from raycollect.driver.plans import PlansUnderWay
 from raycollect.errors import (
     ActorGoneError,
     CollectiveTimeoutError,
@@ -39,6 +40,8 @@ from raycollect.ray_bridge import ray_actors
 
 _log = logging.getLogger("raycollect")
 
+_MOST_LINKS = 256  # for how many plans it is known who takes part
+
 MOST_DERIVED = 256
 """How many derived groups of an actor are kept, unless that would take more than an eighth of its file descriptors."""
 
@@ -50,29 +53,15 @@ class Groups(Formation):
     Signals are deferred except in waits: one that interrupts a wait leaves no part of a group, and one that arrives
     later takes effect when all is done.
 
-    Args:
-        peers: The participants.
-        ending: Aborts the plans of a group under way, for a reason.
-        drained: Adds a group to `draining`, and waits for its plans under way; see `Formation`.
-        none_begins: A context in which no plan begins; it gives the groups of those under way.
-
     Attributes:
-        draining: The ids of the groups of which no plan begins, as their members change; set while none is being sent.
         held: The ids of the groups of calls that were recorded and are not sent yet, as often as they are held. A
             finalizer may remove them: no lock is taken.
     """
 
-    def __init__(
-        self,
-        peers: Participants,
-        ending: Callable[[Membership, str], None],
-        drained: Callable[[Membership, float], bool],
-        none_begins: Callable[[], AbstractContextManager[Sequence[Membership]]],
-    ) -> None:
-        super().__init__(peers, ending, drained)
-        self.draining: set[str] = set()
+    def __init__(self, peers: Participants, plans: PlansUnderWay) -> None:
+        super().__init__(peers, plans)
         self.held: list[str] = []
-        self._none_begins = none_begins
+        self._is_closed = False
         self._lock = threading.RLock()  # held for moments, where a name gets another group
         self._declared: dict[str, Declared] = {}  # by name; keeps the actors alive (P5)
         self._derived = DerivedGroups(_most_derived())
@@ -118,8 +107,26 @@ class Groups(Formation):
             return self.derive(tuple(one.actor_id for one in membership.members), timeout_s)
         return self.named(membership.spec.name)
 
+    def links(self, memberships: Sequence[Membership], actor_ids: tuple[str, ...]) -> list[ParticipantLink]:
+        """The leased participants of a plan or captured step, by position; raises as `check` does."""
+        key, revision = (tuple(memberships), actor_ids), self._plans.revision
+        known = self._links.get(key)
+        if known is not None and known[0] is revision:
+            return known[1]
+        self.check(memberships)
+        groups = dict.fromkeys(memberships)
+        found = [self._peers.leased(actor_id, groups) for actor_id in actor_ids]
+        if known is not None or len(self._links) >= _MOST_LINKS:
+            self._links.clear()
+        self._links[key] = revision, found
+        return found
+
     def check(self, memberships: Iterable[Membership]) -> None:
-        """Checks that groups exist and can communicate (`Controller.check`)."""
+        """Checks that groups exist and can communicate."""
+        if self._is_closed:
+            name = next((one.spec.name for one in memberships), "")
+            detail = "it has ended with what used it, as Ray was shut down meanwhile; capture steps of it again, too"
+            raise UnknownGroupError(group_name=name, detail=detail)
         for membership in dict.fromkeys(memberships):
             name = membership.spec.name
             if not self.exists(membership):
@@ -133,21 +140,11 @@ class Groups(Formation):
 
     # ------------------------------------------------------------------------------------------ broken ones
 
-    def why_broken(self, membership: Membership) -> str:
-        """Why a group can't communicate; empty where it can."""
-        return self._broken.get(membership.spec.group_id, "")
-
     def breaks(self, group_id: str, why: str) -> None:
         """A group can't communicate any more; the first reason is kept."""
         groups = [one for one, _ in tuple(self._declared.values())] + [*self._derived.all()]
         if any(one.spec.group_id == group_id for one in groups):  # not one that is destroyed
             self._broken.setdefault(group_id, why)
-
-    def lost(self, peer: ParticipantLink, reason: str) -> None:
-        """A participant's process is gone, and with it all its groups; on the hub's thread."""
-        for group_id in [one for one in tuple(peer.group_ids) if one in self.coordinators]:  # the others have ended
-            self._broken[group_id] = f"{peer.info['actor']} died ({reason})"
-            self.coordinators.lost(peer, group_id, reason)
 
     def bury(self, peer: ParticipantLink) -> None:
         """Dissolves the derived groups of a participant whose process is gone, in another thread."""
@@ -233,6 +230,9 @@ class Groups(Formation):
 
     def close(self) -> None:
         """Removes the groups, which end with their controller, from the cluster's registry."""
+        self._is_closed = True
+        self._links.clear()
+        self._plans.revision = object()
         for membership, _ in tuple(self._declared.values()):
             cluster_registry.remove(membership)
 
@@ -273,7 +273,7 @@ class Groups(Formation):
 
     def _dissolve_idle(self, newest: Membership | None = None) -> None:
         """Dissolves derived groups that are broken, or more than are kept of the actors of the newest one."""
-        with self._none_begins() as under_way:
+        with self._plans.none_begins() as under_way:
             busy = {*self.held, *(one.spec.group_id for one in under_way)}
             self._ended += self._derived.take(lambda one: one.spec.group_id in self._broken.keys() - busy)
             if newest is not None:

@@ -20,8 +20,8 @@ from typing import Any, Literal, overload
 from ray import ObjectRef
 
 from raycollect.core.model import GroupLike, OpKind, ReduceOp, name_of
-from raycollect.driver import known_calls, own_tensors
-from raycollect.driver.call import Call, task_wait
+from raycollect.driver import own_tensors
+from raycollect.driver.call import run, task_wait
 from raycollect.driver.controller import Controller
 from raycollect.driver.own_tensors import OwnSource
 from raycollect.driver.work import Work
@@ -75,11 +75,8 @@ def allreduce_refs(
         GroupError: No such group, or it is broken.
         FaultError: A participant died or came too late, or the plan could not be sent.
     """
-    if inplace is True:
-        options: dict[str, Any] = {"op": op, "snapshot": snapshot, "async_op": async_op}
-        return known_calls.run(OpKind.ALLREDUCE, group_name, timeout_s, **options, tensor_refs=tensor_refs)
-    call = Call(OpKind.ALLREDUCE, group_name, timeout_s, op=op, tensor_refs=tensor_refs)
-    return call.run(async_op=async_op, inplace=inplace, snapshot=snapshot)
+    options: dict[str, Any] = {"op": op, "inplace": inplace, "snapshot": snapshot, "async_op": async_op}
+    return run(OpKind.ALLREDUCE, group_name, timeout_s, **options, tensor_refs=tensor_refs)
 
 
 # fmt: off
@@ -107,11 +104,8 @@ def reduce_refs(
     As `allreduce_refs`, but only for `dst_rank`: its tensor holds the result, or with ``inplace=False`` a new one does.
     Returns the ref of the result; or a `Work` of it.
     """
-    if inplace is True:
-        options: dict[str, Any] = {"op": op, "root": dst_rank, "snapshot": snapshot, "async_op": async_op}
-        return known_calls.run(OpKind.REDUCE, group_name, timeout_s, **options, tensor_refs=tensor_refs)
-    call = Call(OpKind.REDUCE, group_name, timeout_s, op=op, tensor_refs=tensor_refs)
-    return call.run(root=dst_rank, async_op=async_op, inplace=inplace, snapshot=snapshot)
+    options: dict[str, Any] = {"op": op, "inplace": inplace, "snapshot": snapshot, "async_op": async_op}
+    return run(OpKind.REDUCE, group_name, timeout_s, root=dst_rank, **options, tensor_refs=tensor_refs)
 
 
 # fmt: off
@@ -145,9 +139,7 @@ def broadcast_refs(
             raise refusal("broadcast", name_of(group_name), (wrong_argument("source", a_type(source), expected),))
         own = OwnSource(OpKind.BROADCAST, group_name, timeout_s, tensor_refs, wait=wait)
         return own.start(source, src_rank, async_op=async_op)
-    return known_calls.run(
-        OpKind.BROADCAST, group_name, timeout_s, root=src_rank, async_op=async_op, tensor_refs=tensor_refs
-    )
+    return run(OpKind.BROADCAST, group_name, timeout_s, root=src_rank, async_op=async_op, tensor_refs=tensor_refs)
 
 
 # fmt: off
@@ -173,7 +165,7 @@ def allgather_refs(
     of the outputs in rank order; or a `Work` of them.
     """
     lists: dict[str, Any] = {"tensor_refs": tensor_refs, "tensor_list_refs": tensor_list_refs}
-    return known_calls.run(OpKind.ALLGATHER, group_name, timeout_s, async_op=async_op, **lists)
+    return run(OpKind.ALLGATHER, group_name, timeout_s, async_op=async_op, **lists)
 
 
 # fmt: off
@@ -201,7 +193,7 @@ def reducescatter_refs(
     said here is as in `allreduce_refs`, errors too. Returns the refs of the outputs in rank order; or a `Work` of them.
     """
     lists: dict[str, Any] = {"tensor_refs": tensor_refs, "tensor_list_refs": tensor_list_refs}
-    return known_calls.run(OpKind.REDUCESCATTER, group_name, timeout_s, op=op, async_op=async_op, **lists)
+    return run(OpKind.REDUCESCATTER, group_name, timeout_s, op=op, async_op=async_op, **lists)
 
 
 # fmt: off
@@ -228,7 +220,7 @@ def gather_refs(
     ref of the list; or a `Work` of it.
     """
     refs = {"tensor_refs": tensor_refs, "tensor_list_ref": tensor_list_ref}
-    return known_calls.run(OpKind.GATHER, group_name, timeout_s, root=dst_rank, async_op=async_op, **refs)
+    return run(OpKind.GATHER, group_name, timeout_s, root=dst_rank, async_op=async_op, **refs)
 
 
 # fmt: off
@@ -261,7 +253,7 @@ def scatter_refs(
         own = OwnSource(OpKind.SCATTER, group_name, timeout_s, tensor_refs, wait=wait)
         return own.start(tensor_list_ref, src_rank, async_op=async_op)
     refs = {"tensor_refs": tensor_refs, "tensor_list_ref": tensor_list_ref}
-    return known_calls.run(OpKind.SCATTER, group_name, timeout_s, root=src_rank, async_op=async_op, wait=wait, **refs)
+    return run(OpKind.SCATTER, group_name, timeout_s, root=src_rank, async_op=async_op, wait=wait, **refs)
 
 
 # fmt: off
@@ -288,7 +280,7 @@ def alltoall_refs(
     said here is as in `allreduce_refs`, errors too. Returns the refs of the outputs in rank order; or a `Work` of them.
     """
     lists: dict[str, Any] = {"tensor_list_in_refs": tensor_list_in_refs, "tensor_list_out_refs": tensor_list_out_refs}
-    return known_calls.run(OpKind.ALLTOALL, group_name, timeout_s, async_op=async_op, **lists)
+    return run(OpKind.ALLTOALL, group_name, timeout_s, async_op=async_op, **lists)
 
 
 # fmt: off
@@ -312,10 +304,8 @@ def scan_refs(
 
     What is not said here is as in `allreduce_refs`, errors too.
     """
-    if inplace is True:
-        return known_calls.run(OpKind.SCAN, group_name, timeout_s, op=op, async_op=async_op, tensor_refs=tensor_refs)
-    call = Call(OpKind.SCAN, group_name, timeout_s, op=op, tensor_refs=tensor_refs)
-    return call.run(async_op=async_op, inplace=inplace)
+    options: dict[str, Any] = {"op": op, "inplace": inplace, "async_op": async_op}
+    return run(OpKind.SCAN, group_name, timeout_s, **options, tensor_refs=tensor_refs)
 
 
 # fmt: off
@@ -340,10 +330,8 @@ def exscan_refs(
     The result of rank 0, which MPI leaves undefined, is what it gives. What is not said here is as in `allreduce_refs`,
     errors too.
     """
-    if inplace is True:
-        return known_calls.run(OpKind.EXSCAN, group_name, timeout_s, op=op, async_op=async_op, tensor_refs=tensor_refs)
-    call = Call(OpKind.EXSCAN, group_name, timeout_s, op=op, tensor_refs=tensor_refs)
-    return call.run(async_op=async_op, inplace=inplace)
+    options: dict[str, Any] = {"op": op, "inplace": inplace, "async_op": async_op}
+    return run(OpKind.EXSCAN, group_name, timeout_s, **options, tensor_refs=tensor_refs)
 
 
 # fmt: off
@@ -369,7 +357,7 @@ def send_ref(
     destination's ref; or a `Work` of it.
     """
     refs = [src_tensor_ref, dst_tensor_ref]
-    return known_calls.run(OpKind.SEND, group_name, timeout_s, async_op=async_op, refs=refs)
+    return run(OpKind.SEND, group_name, timeout_s, async_op=async_op, refs=refs)
 
 
 # fmt: off
@@ -389,8 +377,8 @@ def recv_ref(
     timeout_s: float | None = None,
 ) -> ObjectRef[Any] | Work:
     """`send_ref`, said from the receiver's side: the same one call does both halves."""
-    call = Call(OpKind.SEND, group_name, timeout_s, refs=[src_tensor_ref, dst_tensor_ref])
-    return call.send(async_op=async_op)
+    refs = [src_tensor_ref, dst_tensor_ref]
+    return run(OpKind.SEND, group_name, timeout_s, async_op=async_op, refs=refs)
 
 
 # fmt: off
@@ -410,9 +398,9 @@ def barrier(
     """
     try:
         if Controller.is_rank_of(group_name):
-            return Call(OpKind.BARRIER, group_name, timeout_s).run(async_op=async_op)
+            return run(OpKind.BARRIER, group_name, timeout_s, async_op=async_op)
         get_group_handle(group_name)
     except UnknownGroupError:
-        return Call(OpKind.BARRIER, group_name, timeout_s).run(async_op=async_op)
+        return run(OpKind.BARRIER, group_name, timeout_s, async_op=async_op)
     call: Callable[..., MemberWork | None] = imperative.barrier  # its overloads take no bool that is not known
     return call(group_name, async_op=async_op, timeout_s=timeout_s)

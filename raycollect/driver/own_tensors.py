@@ -73,7 +73,7 @@ class OwnSource(Call):
             self._raise()
             copies = spec.world_size if self.name == OpKind.BROADCAST.value else 0
             self._bound["tensor_list_ref"] = {rank: self._taken_in(value, members[rank].actor_id, copies)}
-        return self.run(root=rank, async_op=async_op)
+        return self.carry_out(self.compile(root=rank, async_op=async_op), async_op=async_op)
 
     def _taken_in(self, value: Any, actor_id: str, copies: int) -> Operand:
         driver_rank = self._driver_rank

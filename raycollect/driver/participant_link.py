@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 from weakref import ref
 
 from raycollect.channel import Link
@@ -24,11 +24,12 @@ from raycollect.channel.messages import (
     Surveyed,
     Ticked,
     Unable,
+    Unused,
     Welcome,
 )
 from raycollect.core import threads
+from raycollect.core.model import Key
 from raycollect.core.signals import waiting
-from raycollect.driver.lent_tokens import LentTokens
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import (
     ChannelError,
@@ -43,16 +44,28 @@ from raycollect.errors import (
     strip_traceback,
 )
 from raycollect.member import participant
+from raycollect.pos import fetch
 from raycollect.ray_bridge import direct_transport
+from raycollect.ray_bridge.call_tokens import CallTokens
 from raycollect.ray_bridge.submitted_calls import NOTHING, SubmittedCalls
-
-if TYPE_CHECKING:
-    from raycollect.driver.controller_messages import ControllerMessages
 
 _ANSWERS = Surveyed, Seen, Measured, Ticked, Unable
 
 MOST_COLLECTED_NBYTES = 128 << 20  # more than the largest ring of a participant takes
 MOST_METHODS = 1024  # of an actor that are lent tokens; the others make their own
+
+
+class LinkOwner(Protocol):
+    """Hears what participants say, and of the ends of their connections; all but `parted` on the hub's thread."""
+
+    def received(self, peer: ParticipantLink, message: Any) -> None:
+        """A message of a participant."""
+
+    def lost(self, peer: ParticipantLink, reason: str) -> None:
+        """A participant's connection has ended."""
+
+    def parted(self, peer: ParticipantLink) -> None:
+        """A participant was given back by the calling thread: it aborts what it runs, without a report."""
 
 
 class ParticipantLink:
@@ -68,7 +81,7 @@ class ParticipantLink:
 
     def __init__(
         self,
-        owner: ControllerMessages,
+        owner: LinkOwner,
         info: dict[str, Any],
         actor: Any,
         *,
@@ -95,7 +108,7 @@ class ParticipantLink:
         self._asked: dict[int, Future[Any]] = {}
         self._collected: dict[int, bytearray] = {}  # the parts so far of long answers
         self.is_lost: bool = False
-        self._lent_tokens: LentTokens | None = None
+        self._tokens: CallTokens | None = None  # lent to the calls of its methods (P5)
         self._keeping: set[str] = set()  # its methods that have returned tensors
         self._run = () if info["participant"] else (participant.run_program,)
 
@@ -173,19 +186,26 @@ class ParticipantLink:
     def lend_tokens(self, owner: bytes, soon: Callable[[Callable[[], None]], bool]) -> None:
         """Lends tokens to the calls of methods that return tensors, from now on; see `CallTokens`."""
         if self.calls is not None and self.link is not None:
-            self._lent_tokens = LentTokens(
-                self.calls, self.actor, self.info, self.link, owner=owner, methods=self._keeping, soon=soon
-            )
+            order, tell = partial(_order_tokens, self.actor), partial(_tell_unused, self.link, self.info)
+            self._tokens = self.calls.tokens = CallTokens(self.actor, owner, self._keeping, order, tell, soon)
+
+    def _end_tokens(self, call: Callable[[], None]) -> None:
+        """Lends no more tokens; makes a call once nobody holds a value whose token was lent."""
+        tokens, self._tokens = self._tokens, None
+        if self.calls is not None and self.calls.tokens is tokens:  # else the actor was leased again
+            self.calls.tokens = None
+        if tokens is None:
+            call()
+        else:
+            tokens.end(call)
 
     def retire(self) -> None:
         """It was given back: the connection ends once nobody holds a value any more whose token was lent."""
         link, self.actor = self.link, None  # the actor may end before
         self.slot = None
         self._submits.clear()
-        if link is not None and self._lent_tokens is not None:
-            self._lent_tokens.end(link.close)
-        elif link is not None:
-            link.close()
+        if link is not None:
+            self._end_tokens(link.close)
 
     def order(self, message: Order, letters: Letters | None = None) -> None:
         """Sends a program past the methods in the actor's queue: as one of some letters, or by the channel."""
@@ -280,8 +300,7 @@ class ParticipantLink:
             self._answer = strip_traceback(reason)
             self._answered.set()
         self.is_lost = True
-        if self._lent_tokens is not None:
-            threads.survives(self._lent_tokens.end, lambda: None)
+        threads.survives(self._end_tokens, lambda: None)
         threads.survives(self._end_questions)
         self._owner.lost(self, reason.detail)
 
@@ -292,6 +311,27 @@ class ParticipantLink:
                 self.link.send(message)
         except ConnectionLostError:
             pass
+
+
+def _order_tokens(actor: Any, count: int) -> list[Any]:
+    """Has an actor make tokens; `CallTokens` drops this, and with it the actor, when it ends."""
+    method = actor._raycollect_tokens
+    return list(method.options(num_returns=count, max_task_retries=0, enable_task_events=False).remote(count))
+
+
+def _tell_unused(link: Link, info: dict[str, Any], keys: list[Key]) -> None:
+    """Tells a participant that nobody holds the values of keys any more."""
+    try:
+        for at in range(0, len(keys), fetch.FREED_AT_ONCE):
+            link.send(Unused(keys=[*keys[at : at + fetch.FREED_AT_ONCE]]))
+    except ConnectionLostError:  # the participant may live: then it holds them until it hears
+        threads.call_in_helper(threads.survives, _free, info, keys)  # that thread must not hold refs as Ray is shut down
+
+
+def _free(info: dict[str, Any], keys: list[Key]) -> None:
+    """Frees values over a connection of its own."""
+    with suppress(RaycollectError):  # it is gone
+        fetch.free(info["address"], keys, actor=info["actor"], incarnation=info["incarnation"])
 
 
 def _keep_behind(tracker: ref[PlanTracker], position: int, link: ref[ParticipantLink]) -> None:

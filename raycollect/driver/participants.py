@@ -6,11 +6,11 @@ import itertools
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -33,13 +33,12 @@ from raycollect.core.claims import ClaimedError, Claims
 from raycollect.core.model import Member
 from raycollect.core.signals import waiting
 from raycollect.driver.dispatch_lock import answered
-from raycollect.driver.participant_link import ParticipantLink
+from raycollect.driver.participant_link import LinkOwner, ParticipantLink
 from raycollect.errors import (
     ActorGoneError,
     CollectiveTimeoutError,
     ConnectionLostError,
     GroupBrokenError,
-    PlanAbortedError,
     RaycollectError,
     copy_error,
     from_wire,
@@ -52,29 +51,48 @@ from raycollect.planner import Membership
 from raycollect.ray_bridge import call_tokens, ray_actors, ray_session
 from raycollect.ray_bridge.submitted_calls import SubmittedCalls
 
-if TYPE_CHECKING:
-    from raycollect.driver.controller_messages import ControllerMessages
-
 UNUSED_S = 0.01
 """How long keys of values that nobody holds any more are gathered before their participant is told."""
 
 
-class _Joining:
-    """A member that was asked to join."""
+class _Join:
+    """Members that were asked to join a group, by the numbers of the requests."""
 
-    def __init__(self, member: Member, group_id: str) -> None:
-        self.member = member
-        self.group_id = group_id
-        self.settled = threading.Event()
+    def __init__(self, members: Mapping[int, Member]) -> None:
+        self.members = members
+        self.missing = set(members)  # those that have not joined
         self.error: RaycollectError | None = None
+        self.over = threading.Event()
+
+    def fail(self, error: RaycollectError) -> None:
+        """Ends it, as the group can't be formed.
+
+        Where all have joined there is a group, and later calls report that a member is gone.
+        """
+        if self.missing and self.error is None:
+            self.error = error
+            self.over.set()
+
+    def joined(self, request: int) -> None:
+        """A member has joined."""
+        self.missing.discard(request)
+        if not self.missing:
+            self.over.set()
 
 
 class Participants:
-    """All participants of one controller. Any thread may call it."""
+    """All participants of one controller. Any thread may call it.
 
-    def __init__(self, owner: ControllerMessages, controller_id: str, mailbox: Mailbox | None = None) -> None:
+    Attributes:
+        owner: Hears what they say; set before the first lease.
+        timeline: Records those that are leased; None: nothing does.
+        inviting: Held until all members of a group know of it.
+    """
+
+    owner: LinkOwner
+
+    def __init__(self, controller_id: str, mailbox: Mailbox | None = None) -> None:
         self.timeline: TimelineSession | None = None
-        self._owner = owner
         self._controller_id = controller_id
         self._mailbox = mailbox
         self._left: list[tuple[Slot, int]] = []  # the slots and processes of those whose connections have ended
@@ -85,9 +103,8 @@ class Participants:
         self._lock = threading.RLock()  # guards who is leased, and for which groups; a finalizer may destroy a group
         self._leasing = Claims()  # actor ids: one thread at a time connects to an actor
         self._requests = itertools.count(1)
-        # By request: a member that joins, and all those that join with it
-        self._joining: dict[int, tuple[_Joining, tuple[_Joining, ...]]] = {}
-        self.inviting: threading.Lock = threading.Lock()  # held until all members of a group know of it
+        self._joins: dict[int, _Join] = {}  # by the requests of their members
+        self.inviting: threading.Lock = threading.Lock()
 
     def close(self) -> None:
         """Gives all back."""
@@ -186,7 +203,7 @@ class Participants:
                 calls = calls if info["participant"] and info["ordered"] else None
                 link_type = getattr(actor, "link_type", ParticipantLink)
                 peer: ParticipantLink = link_type(
-                    self._owner, info, actor, controller_id=self._controller_id, calls=calls
+                    self.owner, info, actor, controller_id=self._controller_id, calls=calls
                 )
                 self._connect(peer, member, deadline_s, group_id)
                 return peer
@@ -273,63 +290,60 @@ class Participants:
                     peer.send(Bye())
             if is_last:
                 peer.retire()
-                self._owner.parted(peer)
+                self.owner.parted(peer)
         call_tokens.let_go()  # also of members that have died
 
     # ------------------------------------------------------------------------------------------ joining
 
-    def join(
-        self,
-        memberships: Sequence[Membership],
-        deadline_s: float,
-        replaces: str = "",
-    ) -> None:
-        """Makes all members join groups, and waits until they have; `deadline_s` is by `time.monotonic`.
+    def join(self, membership: Membership, deadline_s: float, replaces: str = "") -> None:
+        """Makes all members join a group, and waits until they have.
 
-        `replaces` is as in `Join`.
+        Args:
+            membership: The group.
+            deadline_s: By when, by `time.monotonic`.
+            replaces: As in `Join`.
         """
-        asked: dict[int, _Joining] = {}
+        spec = membership.spec
+        join = _Join({next(self._requests): member for member in membership.members})
+        members = [replace(one, address=replace(one.address, secret=b"")) for one in membership.members]
         try:
-            for membership in memberships:
-                group_id = membership.spec.group_id
-                asked.update({next(self._requests): _Joining(member, group_id) for member in membership.members})
-            together = tuple(asked.values())
-            self._joining.update({request: (one, together) for request, one in asked.items()})
-            for membership in memberships:
-                mine = {request: one for request, one in asked.items() if one.group_id == membership.spec.group_id}
-                with self.inviting:
-                    for member, invitation in _invitations(membership, mine, replaces):
-                        self.joining(member).send(invitation)
-            late = [one for one in together if not waiting(one.settled.wait, deadline_s - monotonic())]
+            self._joins.update(dict.fromkeys(join.members, join))
+            with self.inviting:
+                for request, member in join.members.items():
+                    invitation = Join(request=request, group=spec, rank=member.rank, members=members, replaces=replaces)
+                    self.joining(member).send(invitation)
+            is_over = waiting(join.over.wait, deadline_s - monotonic())
         finally:
-            for request in asked:
-                self._joining.pop(request, None)
-        errors = [one.error for one in together if one.error is not None]
-        if errors:
-            raise copy_error(next((e for e in errors if not isinstance(e, PlanAbortedError)), errors[0]))
-        if late:
-            names = listed(f"rank {one.member.rank} ({one.member.actor})" for one in late)
+            for request in join.members:
+                self._joins.pop(request, None)
+        if join.error is not None:
+            raise copy_error(join.error)
+        if not is_over:
+            late = [member for request, member in join.members.items() if request in join.missing]
+            names = listed(f"rank {one.rank} ({one.actor})" for one in late)
             raise CollectiveTimeoutError(
                 op="declare",
-                group_name=memberships[0].spec.name,
+                group_name=spec.name,
                 detail=f"these have not joined in time: {names}; an actor that is pending or busy can't join",
-                missing=tuple(one.member.rank for one in late),
+                missing=tuple(one.rank for one in late),
             )
 
     def joined(self, message: Joined) -> None:
         """A member has joined, or can't; on the hub's thread."""
-        joining, together = self._joining.get(message.request, (None, ()))
-        if joining is None:
+        join = self._joins.get(message.request)
+        if join is None:
             return
-        if message.error is not None:
-            _fail(together, located(from_wire(message.error), joining.member.rank, joining.member.actor))
-        joining.settled.set()
+        if message.error is None:
+            join.joined(message.request)
+        else:
+            member = join.members[message.request]
+            join.fail(located(from_wire(message.error), member.rank, member.actor))
 
     def give_up(self, peer: ParticipantLink, reason: str) -> None:
         """Ends the join where a participant that is gone is among those who join; on the hub's thread."""
-        for one, together in tuple(self._joining.values()):
-            if one.member.actor_id == peer.info["actor_id"]:
-                _fail(together, ActorGoneError(op="declare", actor=peer.info["actor"], detail=f"it ended ({reason})"))
+        for join in tuple(self._joins.values()):
+            if any(one.actor_id == peer.info["actor_id"] for one in join.members.values()):
+                join.fail(ActorGoneError(op="declare", actor=peer.info["actor"], detail=f"it ended ({reason})"))
 
     # ------------------------------------------------------------------------------------------ telling, asking
 
@@ -376,30 +390,6 @@ def look_answers(looks: Mapping[str, Future[Any] | None], timeout_s: float) -> d
 def _answers(futures: Collection[Future[Any] | None], timeout_s: float) -> list[Any]:
     done = answered(futures, timeout_s)
     return [one.result() if one in done else None for one in futures]
-
-
-def _invitations(membership: Membership, asked: Mapping[int, _Joining], replaces: str) -> Iterator[tuple[Member, Join]]:
-    """What each member is told that is to join a group; the arguments are those of `Participants.join`."""
-    spec = membership.spec
-    members = [replace(one, address=replace(one.address, secret=b"")) for one in membership.members]
-    for request, joining in asked.items():
-        rank = joining.member.rank
-        yield (
-            joining.member,
-            Join(request=request, group=spec, rank=rank, members=members, replaces=replaces),
-        )
-
-
-def _fail(together: Sequence[_Joining], error: RaycollectError) -> None:
-    """Ends the join of all members of a group, as it can't be formed.
-
-    Where all have joined there is a group, and later calls report that a member is gone.
-    """
-    if all(one.settled.is_set() for one in together):
-        return
-    for one in together:
-        one.error = one.error or error
-        one.settled.set()
 
 
 def _end_former(former: ParticipantLink, hub: Hub, deadline_s: float) -> None:

@@ -9,19 +9,14 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, NamedTuple
 
-from raycollect.channel.messages import Seen
 from raycollect.core import threads, timers
-from raycollect.core.model import Member
 from raycollect.core.signals import Deferred
-from raycollect.driver.plan_tracker import PlanTracker
+from raycollect.driver.participants import Participants
+from raycollect.driver.plan_tracker import Overdue, PlanTracker
+from raycollect.driver.plans import PlansUnderWay
 from raycollect.errors import CollectiveTimeoutError
-
-if TYPE_CHECKING:
-    from raycollect.driver.controller import Controller
 
 LEAVE_S = 1.0
 """How long a participant may take to leave a plan that is aborted, in seconds; one that takes longer hangs in it."""
@@ -29,26 +24,13 @@ LEAVE_S = 1.0
 _LOOK_S = 0.05  # how often it is looked who has left
 
 
-class Overdue(NamedTuple):
-    """A plan at its deadline.
-
-    Attributes:
-        late: The participants that have not ended it.
-        looks: What all participants do, by actor: the answers that were asked for then; None for one that is gone.
-        stuck: The positions of those that have not left it `LEAVE_S` after they were told to.
-    """
-
-    late: tuple[Member, ...]
-    looks: Mapping[str, Future[Seen | None] | None]
-    stuck: Future[tuple[int, ...]]
-
-
 class PlanTimeouts(timers.Watcher):
     """The deadlines of one controller's plans and runs. Any thread may call it; no method waits."""
 
-    def __init__(self, controller: Controller) -> None:
+    def __init__(self, plans: PlansUnderWay, participants: Participants) -> None:
         super().__init__()
-        self._controller = controller
+        self._plans = plans
+        self._participants = participants
         self._expiring = threading.RLock()  # a finalizer may come in the middle
 
     def watch(self, tracker: PlanTracker) -> None:
@@ -59,7 +41,7 @@ class PlanTimeouts(timers.Watcher):
 
     def look(self) -> float:
         """Fails what is overdue; in the timer's thread."""
-        watched = self._controller.trackers()
+        watched = self._plans.trackers()
         for tracker in watched:
             self.expire(tracker)
         ends = [tracker.deadline.until_s for tracker in watched if not tracker.is_known]
@@ -78,7 +60,7 @@ class PlanTimeouts(timers.Watcher):
         positions = range(len(tracker.plan.participants))
         homes = [tracker.location.home(at) for at in positions if tracker.is_pending(at)]
         late = tuple([member for _, member in homes])
-        everyone = self._controller.participants.begin_look(map(tracker.member, positions))
+        everyone = self._participants.begin_look(map(tracker.member, positions))
         tracker.overdue = Overdue(late, everyone, Future())
         error = CollectiveTimeoutError(
             op=tracker.plan.name,
@@ -87,7 +69,7 @@ class PlanTimeouts(timers.Watcher):
             timeout_s=tracker.deadline.timeout_s,
         )
         error.detail = error.unfinished([f"rank {one.rank} ({one.actor})" for one in late])
-        self._controller.send(tracker, tracker.fail(error))
+        self._plans.send(tracker, tracker.fail(error))
         self._look_for_stuck(tracker, tracker.overdue.stuck, time.monotonic() + LEAVE_S)
 
     def _look_for_stuck(self, tracker: PlanTracker, stuck: Future[tuple[int, ...]], until_s: float) -> None:
@@ -100,5 +82,5 @@ class PlanTimeouts(timers.Watcher):
             elif not stuck.done():
                 stuck.set_result(left)
 
-        if not self._controller.participants.later(_LOOK_S, look) and not stuck.done():
+        if not self._participants.later(_LOOK_S, look) and not stuck.done():
             stuck.set_result(())

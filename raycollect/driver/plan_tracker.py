@@ -1,13 +1,11 @@
-"""State machine of one plan, or one run of a captured step, under way: events in, outgoing messages out. One lock.
+"""State machine of one plan under way: events in, outgoing messages out. One lock.
 
 A plan ends in one of three ways. All participants succeed. All refuse it in the agreement before the launch: an error,
 and no tensor was touched. In every other case the tracker tells all who have not ended to abort, and fails with the
 first cause, not with an abort that it led to. Where a plan has several launches, such an abort is passed on, too: a
 rank that waits in another launch than the one that broke would not hear of it there.
 
-A participant at a doorbell ends its part of a run by a word in shared memory, which no thread of the driver watches:
-whoever waits for a run, or asks how it went, reads it. What does not fit there, what other machines say, and every
-failure comes over the channel.
+A run of a captured step is a plan with more to it: `step_runs.RunTracker`.
 
 Participants are positions in the plan here; errors name ranks of the user's groups (`error_location`).
 """
@@ -19,11 +17,12 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, NamedTuple
 
 from raycollect.channel.mailbox import Letters
-from raycollect.channel.messages import Abort, Arrivals, Arrive
+from raycollect.channel.messages import Abort, Arrivals, Arrive, Seen
 from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import Key, Member
 from raycollect.core.signals import Deferred, deliver, waiting
@@ -39,12 +38,8 @@ from raycollect.errors import (
     RefusedError,
 )
 from raycollect.observe import Label, Ring, TracedGroup
-from raycollect.observe.trace import PLAN, RUN
+from raycollect.observe.trace import PLAN
 from raycollect.planner import Membership, Plan
-
-if TYPE_CHECKING:
-    from raycollect.driver.plan_timeouts import Overdue
-    from raycollect.driver.step_runs import StepRuns
 
 _log = logging.getLogger("raycollect")
 
@@ -59,12 +54,22 @@ _MAX_REASON_CHARS = 1000
 _AgreementKey = tuple[int, int, str, tuple[int, ...]]  # (launch, round, group id, ranks)
 
 
-class PlanTracker:
-    """A plan, or a run, between its dispatch and the end of its last participant.
+class Overdue(NamedTuple):
+    """A plan at its deadline.
 
-    Args:
-        runs: The runs of its captured step; None: it is a plan.
-        number: The run's number at the doorbell; 0: it is not rung for.
+    Attributes:
+        late: The participants that have not ended it.
+        looks: What all participants do, by actor: the answers that were asked for then; None for one that is gone.
+        stuck: The positions of those that have not left it some time after they were told to.
+    """
+
+    late: tuple[Member, ...]
+    looks: Mapping[str, Future[Seen | None] | None]
+    stuck: Future[tuple[int, ...]]
+
+
+class PlanTracker:
+    """A plan between its dispatch and the end of its last participant.
 
     Attributes:
         launches: The numbers of its launches.
@@ -72,12 +77,9 @@ class PlanTracker:
             more about it, until `explain`.
         made: (request, position) -> the ref of what the request makes there.
         letters: Those that brought it, if a thread waits for their marks.
-        place: Which of the step's runs it is, from 1.
         deadline: When its caller's time limit is over.
         overdue: Who had not ended it when that was over, and what they did; None: it was not.
-        results: What the participants have answered, by position.
-        slots: Position -> slot of those whose answer at the doorbell was not taken.
-        is_known: Whether the outcome is known; `resolved` looks at the doorbell first.
+        is_known: Whether the outcome is known; `resolved` looks at what is in shared memory first.
         is_committed: Whether all participants were told to overwrite what they gave: all that live have results.
     """
 
@@ -94,35 +96,28 @@ class PlanTracker:
     _told = False  # whether the participants were told to abort
     _is_explained = False  # whether the refs have told what they know of the failure
 
+    _KIND: ClassVar[str] = PLAN  # what a timeline calls it
+
     def __init__(
         self,
         seq: int,
         plan: Plan,
         memberships: Sequence[Membership],
         refs: dict[Key, Any],
-        runs: StepRuns | None = None,
-        number: int = 0,
         deadline: Deadline = NEVER,
     ) -> None:
         self.seq = seq
         self.plan = plan
-        self.runs = runs
-        self.number = number
         self.deadline = deadline
         self.launches: range = range(seq, seq + plan.width)
         self.refs: Mapping[Key, Any] = refs
         self.groups: tuple[Membership, ...] = tuple(dict.fromkeys(memberships))
         self.made: dict[tuple[int, int], Any] = {}
         self._memberships = memberships
-        self._keys = tuple(refs) if runs is None else runs.keys
-        # A rank that waits in one launch does not hear that another one broke; methods hear of none
-        self._is_chain = plan.width > 1 or runs is not None
+        self._keys = tuple(refs)
+        self._is_chain = plan.width > 1  # a rank that waits in one launch does not hear that another one broke
         self._gathers: dict[_AgreementKey, ArrivalGather] = {}  # the agreements before launches that come here
         self._pending = set(range(len(plan.participants)))
-        if runs is not None:
-            self.place: int = runs.begun
-            self.results: list[bytes | None] = [None] * len(plan.participants)
-            self.slots: Mapping[int, int] = runs.in_slots if number else {}
         self._abandoned: list[bool] = []  # not empty until the failure that nobody waits for is logged
         self._unresolved = threading.Lock()  # held until the outcome is known: cheaper to wait for than an event
         self._unresolved.acquire()
@@ -153,8 +148,7 @@ class PlanTracker:
     @cached_property
     def location(self) -> ErrorLocator:
         """Maps positions and sources to what users know."""
-        runs = self.runs
-        return ErrorLocator(self.plan, self._memberships, self._keys, None if runs is None else runs.step_plan.homes)
+        return ErrorLocator(self.plan, self._memberships, self._keys)
 
     def is_pending(self, position: int) -> bool:
         """True while that participant has not ended it."""
@@ -167,14 +161,10 @@ class PlanTracker:
     @cached_property
     def writes(self) -> Mapping[Key, bool]:
         """Key -> whether it writes the tensor, for each ref that it uses."""
-        if self.runs is not None:
-            return self.runs.writes
         return {self._keys[one]: written for one, written in self.plan.uses().items()}  # type: ignore[call-overload]
 
     def wait(self, timeout_s: float | None) -> bool:
         """Waits for the outcome; False: it is not known in time."""
-        if self.runs is not None:
-            return self.runs.wait(self, timeout_s)
         letters = self.letters
         if letters is None:
             return self.wait_for_word(timeout_s)
@@ -203,22 +193,6 @@ class PlanTracker:
         letters = self.letters
         if letters is not None and letters.look is not None and letters.have_ended:
             self._ended(range(len(self.plan.participants)), None, ())
-        doorbell = None if self.runs is None else self.runs.doorbell
-        if doorbell is None or not self.slots:
-            return
-        with Deferred():
-            slots, ended, left = self.slots, [], {}
-            for position, payload in zip(slots, doorbell.answers(self.number, slots.values()), strict=True):
-                if position not in self._pending:  # it has said otherwise that it has ended
-                    continue
-                if payload is None:
-                    left[position] = slots[position]
-                else:
-                    self.results[position] = payload
-                    ended.append(position)
-            if ended:
-                self._ended(ended, None, ())
-            self.slots = left
 
     def when_resolved(self, call: Callable[[], None]) -> None:
         """Calls back once the outcome is known: now, or later on the channel's thread."""
@@ -241,17 +215,13 @@ class PlanTracker:
 
     def answered(self, position: int, payload: bytes) -> None:
         """A participant has ended a run well and returns values; any thread may call it."""
-        if self.runs is None:
-            raise ProtocolError(detail=f"plan {self.seq} is no run of a captured step")
-        if position in self._pending:
-            self.results[position] = payload
-            self._ended((position,), None, ())
+        raise ProtocolError(detail=f"plan {self.seq} is no run of a captured step")
 
     def done(
         self, position: int, error: RaycollectError | None, story: Sequence[str], *, others: Sequence[int] = ()
     ) -> Outgoing:
         """A participant has ended, and reports `others` that ran all of a plan."""
-        return self._ended((position, *others) if self.runs is None else (position,), error, story)
+        return self._ended((position, *others), error, story)
 
     def _ended(self, positions: Sequence[int], error: RaycollectError | None, story: Sequence[str]) -> Outgoing:
         with Deferred(), Inside():  # a finalizer that waits in here would hold up the hub, for which it waits
@@ -337,16 +307,10 @@ class PlanTracker:
                 by_rank = self._by_rank(key[0], key[2])
                 homes = [self.location.home(by_rank[rank]) for rank in self._gathers[key].missing]
             missing = [(group.rank_of(one.actor_id), one.actor) for group, one in homes]
-        runs, location = self.runs, self.location
-        if runs is None:
-            self._resolve(location.locate(position, error, story, missing))
-        else:
-            self._resolve(runs.locate(location, position, error, story, missing))
-        if not isinstance(error, RefusedError) or position < 0:
-            return self._abort(position, error)
-        if runs is None:
+        self._resolve(self.location.locate(position, error, story, missing))
+        know = self.location.heard(position, error) if isinstance(error, RefusedError) and position >= 0 else ()
+        if len(know) == len(self.plan.participants):
             return []  # refused in the agreement: everyone knows
-        know = runs.step_plan.heard(position, error)
         return [(at, message) for at, message in self._abort(position, error) if at not in know]
 
     def _abort(self, position: int, error: RaycollectError) -> Outgoing:
@@ -367,8 +331,6 @@ class PlanTracker:
             known = self.is_known
             if not known:
                 self.error = error
-                if self.runs is not None and error is not None:  # before the outcome becomes visible
-                    self.runs.failure = self.runs.failure or error
                 self.is_known = True
                 watchers, self._watchers = self._watchers, []
         if self.refs:
@@ -385,8 +347,6 @@ class PlanTracker:
                 call()
             if self._abandoned:
                 _log_abandoned(self._abandoned, self.plan.name, self.error)
-        if self.runs is not None:
-            self.runs.ended(self)
 
     def _let_go(self) -> None:
         """Drops the refs once nobody runs it, except those of absent operands: Ray knows what their methods did."""
@@ -436,8 +396,7 @@ def _record(tracker: PlanTracker, ring: Ring) -> None:
     known = ring.labelled.get((id(plan),))  # of plans that are repeated; a new label may take some 60 us
     number = ring.label_of(lambda: _label(tracker, ring), plan) if known is None else known[1]
     failed = "" if error is None else type(error).__name__
-    kind = PLAN if tracker.runs is None else RUN
-    ring.put(kind, "", tracker.began_s, ring.clock(), tracker.seq, number, failed)
+    ring.put(tracker._KIND, "", tracker.began_s, ring.clock(), tracker.seq, number, failed)
 
 
 def _label(tracker: PlanTracker, ring: Ring) -> Label:

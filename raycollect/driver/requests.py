@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import Key
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import RequestKey, Submission, made
-from raycollect.driver.operand_binding import Operand
 from raycollect.driver.pending import Pending
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.planner import Made, Source
@@ -33,19 +31,16 @@ class RequestList:
         self._places: dict[Any, int] = {}
         self._pending: list[Pending] = []
 
-    def source(self, operand: Operand | None) -> Source | None:
-        """What stands for an operand in plans; None for one that is to be made."""
-        if operand is None:
-            return None
-        key: Any = operand.key
+    def source(self, key: Any, ref: Any) -> Source:
+        """What stands for an operand in plans."""
         if key is None:
-            return None if operand.ref is None else Made(operand.ref.request - self._first)
-        if type(operand.ref) is Pending:
-            key = operand.ref  # a captured value: several participants have one under its key
+            return Made(ref.request - self._first)
+        if type(ref) is Pending:
+            key = ref  # a captured value: several participants have one under its key
         place = self._places.get(key)
         if place is None:
             place = self._places[key] = len(self._places)
-            self.refs[key] = operand.ref
+            self.refs[key] = ref
         return place
 
     def promise(self, actor_id: str) -> Pending:
@@ -70,15 +65,7 @@ class RequestList:
                 pending._settle(None, why)
         self._pending = [pending for pending in self._pending if pending.request < count]
 
-    def send(
-        self,
-        controller: Controller,
-        staging: int,
-        *,
-        is_batch: bool,
-        is_awaited: bool,
-        deadline: Deadline = NEVER,
-    ) -> tuple[PlanTracker, Submission]:
+    def send(self, controller: Controller, staging: int, *, is_awaited: bool) -> tuple[PlanTracker, Submission]:
         """Sends all calls as one plan and settles what they make; only `results` are kept (P5).
 
         `is_awaited` is as in `send_prepared`.
@@ -88,13 +75,13 @@ class RequestList:
             refs=self.refs,
             results=tuple(self.results),
             staging=staging,
-            is_batch=is_batch,
+            is_batch=True,
         )
-        tracker = submission.send(controller, deadline, is_awaited=is_awaited)
+        tracker = submission.send(controller, is_awaited=is_awaited)
         for pending in self._pending:
             pending._settle(made(pending, tracker), _UNSENT)
         self.clear()
-        self.results = submission.given(tracker) if is_batch else [submission.given(tracker)]
+        self.results = submission.given(tracker)
         return tracker, submission
 
 

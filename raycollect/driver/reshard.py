@@ -11,7 +11,6 @@ from raycollect.core.model import GroupLike, OpKind
 from raycollect.driver import held_values, own_tensors
 from raycollect.driver.call import Call, task_wait
 from raycollect.driver.controller import Controller
-from raycollect.driver.dispatch import RequestKey
 from raycollect.driver.operand_binding import Operand, TaskWait
 from raycollect.driver.pending import Pending
 from raycollect.driver.side_layouts import HeldTensors, SideLayouts, held_tensors
@@ -117,23 +116,15 @@ class ReshardCall(Call):
         self._raise()
         given, taken = self._bound["src_refs"], self._bound["dst_refs"]
         reshard = Reshard(held, wanted, tuple(given), tuple(taken))
-        request_list, membership = self._request_list, self._membership
-        if self._batch is not None:
-            self._batch._outermost._hold(self.controller, membership)
-        source = request_list.source
-        operands = tuple((rank, source(given.get(rank)), source(taken.get(rank))) for rank in reshard.ranks)
-        results = [self._ref(rank, one if inplace else None) for rank, one in taken.items()]
-        call = (membership, OpKind.ALLTOALL, operands, None, -1, -1)
-        asked = RequestKey(
-            *call,
-            bool(inplace),
-            self._limit_s,
-            bool(snapshot and inplace),
+        compiled = self._compiled(
+            [(rank, given.get(rank), taken.get(rank)) for rank in reshard.ranks],
+            [(rank, one if inplace else None) for rank, one in taken.items()],
+            is_list=True,
+            inplace=inplace,
+            snapshot=snapshot and inplace,
             reshard=reshard,
-            is_limited=self._timeout_s is not None,
         )
-        request_list.add(asked, results)
-        return self._result(async_op)
+        return self.carry_out(compiled, async_op=async_op)
 
     def _layouts(self, name: str, given: Any) -> SideLayouts:
         named = {"": given} if isinstance(given, Layout) else given

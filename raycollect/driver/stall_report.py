@@ -14,8 +14,7 @@ from raycollect.core.model import Member
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch_lock import answered
 from raycollect.driver.participants import look_answers
-from raycollect.driver.plan_timeouts import Overdue
-from raycollect.driver.plan_tracker import PlanTracker
+from raycollect.driver.plan_tracker import Overdue, PlanTracker
 from raycollect.driver.progress import Bar, around_s
 from raycollect.errors import CollectiveTimeoutError, RankReport
 from raycollect.errors.text import listed
@@ -146,7 +145,7 @@ class Attention(timers.Watcher):
             timeout_s=self._limit_s,
             detail=f"for {self._limit_s:g} s these have not ended what others have: {names}",
         )
-        self._controller.send(tracker, tracker.fail(error))
+        self._controller.plans.send(tracker, tracker.fail(error))
 
 
 def _warn(controller: Controller, tracker: PlanTracker) -> None:

@@ -1,24 +1,31 @@
-"""The runs of one captured step: how they begin, are waited for, and end with the step."""
+"""The runs of one captured step: how they begin, are waited for, and end with the step.
+
+A participant at a doorbell ends its part of a run by a word in shared memory, which no thread of the driver watches:
+whoever waits for a run, or asks how it went, reads it. What does not fit there, what other machines say, and every
+failure comes over the channel.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 from time import monotonic
-from typing import Any
+from typing import Any, ClassVar
 from weakref import ref
 
 from raycollect.channel.doorbell import IN_FLIGHT, Doorbell
 from raycollect.channel.messages import Forget, Run
 from raycollect.core.deadline import NEVER, Deadline
-from raycollect.core.model import UNKNOWN_TASK, Key
+from raycollect.core.model import UNKNOWN_TASK, Key, Member
 from raycollect.core.signals import Deferred, deliver
 from raycollect.driver.controller import Controller
 from raycollect.driver.error_location import ErrorLocator, RankNames
 from raycollect.driver.participant_link import ParticipantLink
-from raycollect.driver.plan_tracker import PlanTracker
+from raycollect.driver.plan_tracker import Outgoing, PlanTracker
+from raycollect.driver.plans import PlansUnderWay
 from raycollect.driver.step_plan import StepPlan
 from raycollect.errors import (
     CaptureBrokenError,
@@ -29,16 +36,126 @@ from raycollect.errors import (
     MethodError,
     PlanAbortedError,
     RaycollectError,
+    RefusedError,
     UnknownGroupError,
     brief,
     strip_traceback,
 )
 from raycollect.errors.text import listed
+from raycollect.observe.trace import RUN
 from raycollect.planner import Membership
 from raycollect.ray_bridge import ray_actors
 from raycollect.ray_bridge.submitted_calls import NOTHING, AllHeld, SubmittedCalls
 
 _SLICE_S = 0.5  # how long a thread sleeps that is not woken, in seconds
+
+
+class RunTracker(PlanTracker):
+    """A run between its beginning and the end of its last participant.
+
+    Args:
+        number: The run's number at the doorbell; 0: it is not rung for.
+
+    Attributes:
+        place: Which of the step's runs it is, from 1.
+        results: What the participants have answered, by position.
+    """
+
+    _KIND: ClassVar[str] = RUN
+
+    def __init__(self, seq: int, runs: StepRuns, number: int, deadline: Deadline) -> None:
+        super().__init__(seq, runs.step_plan, runs.memberships, runs.refs, deadline)
+        self._runs = runs
+        self.location = runs.location
+        self.writes = runs.writes
+        self._is_chain = True  # methods do not hear that a rank broke
+        self.number = number
+        self.place: int = runs.begun
+        self.results: list[bytes | None] = [None] * len(runs.step_plan.participants)
+        # Position -> slot of those whose answer at the doorbell was not taken
+        self._slots: Mapping[int, int] = runs.in_slots if number else {}
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Waits for the outcome; False: it is not known in time."""
+        until_s = inf if timeout_s is None else monotonic() + timeout_s
+        doorbell, me = self._runs.doorbell if self.number else None, threading.get_ident()
+        with Deferred():
+            try:
+                while True:
+                    self._runs.waiting.add(me)  # before it looks, so that it is woken
+                    if self.is_known:
+                        return True
+                    left_s = _SLICE_S if until_s == inf else min(_SLICE_S, until_s - monotonic())
+                    if left_s <= 0:
+                        return self.resolved
+                    if doorbell is None:
+                        self.wait_for_word(left_s)
+                    else:
+                        doorbell.wait(left_s, self.number, self._slots.values())
+                        deliver()
+                    self.look()
+            finally:
+                self._runs.waiting.discard(me)
+
+    def look(self) -> None:
+        """Takes what participants have said in shared memory."""
+        doorbell = self._runs.doorbell
+        if doorbell is None or not self._slots:
+            return
+        with Deferred():
+            slots, ended, left = self._slots, [], {}
+            for position, payload in zip(slots, doorbell.answers(self.number, slots.values()), strict=True):
+                if position not in self._pending:  # it has said otherwise that it has ended
+                    continue
+                if payload is None:
+                    left[position] = slots[position]
+                else:
+                    self.results[position] = payload
+                    ended.append(position)
+            if ended:
+                self._ended(ended, None, ())
+            self._slots = left
+
+    def answered(self, position: int, payload: bytes) -> None:
+        """A participant has ended well and returns values; any thread may call it."""
+        if position in self._pending:
+            self.results[position] = payload
+            self._ended((position,), None, ())
+
+    def done(
+        self, position: int, error: RaycollectError | None, story: Sequence[str], *, others: Sequence[int] = ()
+    ) -> Outgoing:
+        """A participant has ended; each reports itself alone."""
+        return self._ended((position,), error, story)
+
+    def _resolve(self, error: RaycollectError | None) -> None:
+        super()._resolve(error)
+        self._runs.ended(self)
+
+
+@dataclass(frozen=True, eq=False)
+class _StepErrorLocator(ErrorLocator):
+    """Also names the calls and values of the step, by `told`."""
+
+    plan: StepPlan
+    told: Callable[[RaycollectError], RaycollectError]
+
+    def home(self, position: int) -> tuple[Membership, Member]:
+        return self.plan.homes[max(position, 0)]
+
+    def heard(self, position: int, error: RefusedError) -> Sequence[int]:
+        return self.plan.heard(position, error)
+
+    def locate(
+        self, position: int, error: RaycollectError, story: tuple[str, ...], missing_now: RankNames
+    ) -> RaycollectError:
+        if position < 0 and isinstance(error, CollectiveTimeoutError):
+            return self.told(error)  # it says all
+        method = error.op if isinstance(error, MethodError) else ""
+        found = super().locate(position, error, story, missing_now)
+        if method and isinstance(found, FaultError):
+            found.op = method
+        return self.told(found)
 
 
 class StepRuns:
@@ -60,14 +177,14 @@ class StepRuns:
     ) -> None:
         self.step_plan = step_plan
         self.memberships: tuple[Membership, ...] = tuple(memberships)
-        self.keys: tuple[Key, ...] = tuple(keys)
         self.refs: dict[Key, Any] = dict(refs)
-        self.failure: RaycollectError | None = None
         self.is_closed: bool = False
-        self.told = told
-        written = {self.keys[source]: writes for source, writes in step_plan.uses().items()}  # type: ignore[call-overload]
+        self.location: ErrorLocator = _StepErrorLocator(step_plan, self.memberships, tuple(keys), told)
+        self._failure: RaycollectError | None = None
+        written = {keys[source]: writes for source, writes in step_plan.uses().items()}  # type: ignore[call-overload]
         self.writes: dict[Key, bool] = {**written, **dict.fromkeys(step_plan.touched, True)}
-        self.controller = controller
+        self.plans: PlansUnderWay = controller.plans
+        self._groups = controller.groups
         self._capture = capture
         self.doorbell = doorbell
         self._slots = tuple(slots) if doorbell is not None else (-1,) * len(step_plan.participants)
@@ -75,22 +192,22 @@ class StepRuns:
         self._revision: object = None
         self._links: list[tuple[ParticipantLink, int]] = list(zip(peers, self._slots, strict=False))
         self._calls: list[SubmittedCalls] = []  # of the participants; found with `_links`
-        self._under_way: deque[PlanTracker] = deque()
+        self._under_way: deque[RunTracker] = deque()
         self.begun: int = 0  # how many runs there were
-        self._waiting: set[int] = set()  # the threads that wait for runs
+        self.waiting: set[int] = set()  # the threads that wait for runs
         self._after: dict[int, list[bytes]] = {}  # the calls that runs under way wait for, by run and position
         self._passed = [NOTHING] * len(self._slots)  # by position, the last call that runs need not wait for any more
         self._calls = _ordered(self._links)
 
     # ------------------------------------------------------------------------------------------ beginning
 
-    def begin(self, arguments: Sequence[bytes], deadline: Deadline = NEVER) -> PlanTracker:
+    def begin(self, arguments: Sequence[bytes], deadline: Deadline = NEVER) -> RunTracker:
         """Begins a run, inside of `Deferred`; waits for the oldest where `IN_FLIGHT` are under way."""
         while True:
             calls = self._calls
             # First, as in `send_prepared`: what comes later takes its place behind the run on all actors at once
-            with AllHeld(calls), self.controller.dispatching:
-                if self.is_closed or self.failure is not None or self.controller.revision is not self._revision:
+            with AllHeld(calls), self.plans.dispatching:
+                if self.is_closed or self.failure is not None or self.plans.revision is not self._revision:
                     self._check()
                 if self._calls is not calls:
                     continue
@@ -100,7 +217,7 @@ class StepRuns:
             if not oldest.wait(deadline.left_s()):
                 raise self._crowded(oldest, deadline)
 
-    def _crowded(self, oldest: PlanTracker, deadline: Deadline) -> CollectiveTimeoutError:
+    def _crowded(self, oldest: RunTracker, deadline: Deadline) -> CollectiveTimeoutError:
         """No run could begin in time, as as many as may be under way are."""
         late = [home for at, home in enumerate(self.step_plan.homes) if oldest.is_pending(at)]
         names = listed(f"rank {one.rank} ({one.actor})" for _, one in late)
@@ -125,7 +242,7 @@ class StepRuns:
                 self._passed[position] = calls.last
         return submitted
 
-    def _oldest(self) -> PlanTracker | None:
+    def _oldest(self) -> RunTracker | None:
         """The oldest run whose outcome is not known; those before it are ended by asking."""
         return next((tracker for tracker in tuple(self._under_way) if not tracker.resolved), None)
 
@@ -136,11 +253,11 @@ class StepRuns:
         if self.failure is not None:
             detail = "this captured step is broken, as one of its runs failed"
             raise CaptureBrokenError(detail=detail, why=brief(self.failure)) from self.failure
-        revision = self.controller.revision
+        revision = self.plans.revision
         try:
-            peers = self.controller.links(self.memberships, self.step_plan.participants)
+            peers = self._groups.links(self.memberships, self.step_plan.participants)
         except UnknownGroupError as exc:
-            if not self.controller.groups.is_declared(exc.group_name):
+            if not self._groups.is_declared(exc.group_name):
                 raise  # as by any other call of a destroyed group
             raise CaptureBrokenError(detail="a group of this captured step has changed", why=brief(exc)) from exc
         self._links = list(zip(peers, self._slots, strict=True))
@@ -156,14 +273,14 @@ class StepRuns:
             found.append(UNKNOWN_TASK if last is None else NOTHING if last == passed else last)
         return found
 
-    def _send(self, arguments: Sequence[bytes], deadline: Deadline, after: list[bytes]) -> PlanTracker:
+    def _send(self, arguments: Sequence[bytes], deadline: Deadline, after: list[bytes]) -> RunTracker:
         """Sends a run to all, behind the calls `after`."""
-        controller, doorbell = self.controller, self.doorbell
+        plans, doorbell = self.plans, self.doorbell
         self.begun += 1
         number = doorbell.begin() if doorbell is not None and self.in_slots else 0
-        seq = next(controller.numbers)
-        tracker = PlanTracker(seq, self.step_plan, self.memberships, self.refs, self, number, deadline)
-        controller.register(tracker)
+        seq = next(plans.numbers)
+        tracker = RunTracker(seq, self, number, deadline)
+        plans.register(tracker)
         self._under_way.append(tracker)
         if any(after):
             self._after[seq] = after
@@ -172,22 +289,23 @@ class StepRuns:
         except Exception as exc:  # noqa: BLE001 - whatever Ray raises: who was told of the run hears that it has ended
             self._stop_short(tracker, exc)
             return tracker
-        if controller.revision is not self._revision:  # who ended a group meanwhile may not have seen this run
+        if plans.revision is not self._revision:  # who ended a group meanwhile may not have seen this run
             self._look_again(tracker)
         return tracker
 
-    def _look_again(self, tracker: PlanTracker) -> None:
+    def _look_again(self, tracker: RunTracker) -> None:
         for at, (peer, _) in enumerate(self._links):
             if peer.link is None:
-                self.controller.send(tracker, tracker.lost(at, "its connection has ended"))
+                self.plans.send(tracker, tracker.lost(at, "its connection has ended"))
         try:
-            self.controller.check(self.memberships)
+            self._groups.check(self.memberships)
         except RaycollectError as exc:
             given_back = [at for at, (peer, _) in enumerate(self._links) if peer.actor is None]
-            self.controller.send(tracker, tracker.fail(strip_traceback(exc), unsent=given_back))
+            self.plans.send(tracker, tracker.fail(strip_traceback(exc), unsent=given_back))
 
-    def _tell(self, tracker: PlanTracker, arguments: Sequence[bytes], after: list[bytes]) -> None:
-        seq, number, doorbell, behind = tracker.seq, tracker.number, self.doorbell, ref(tracker)
+    def _tell(self, tracker: RunTracker, arguments: Sequence[bytes], after: list[bytes]) -> None:
+        seq, number, doorbell = tracker.seq, tracker.number, self.doorbell
+        behind: ref[PlanTracker] = ref(tracker)
         rings = [] if doorbell is None else doorbell.runs
         try:
             for at, (peer, slot) in enumerate(self._links):
@@ -205,11 +323,11 @@ class StepRuns:
             if doorbell is not None and number:
                 doorbell.ring(number)
 
-    def _stop_short(self, tracker: PlanTracker, exc: Exception) -> None:
+    def _stop_short(self, tracker: RunTracker, exc: Exception) -> None:
         """Ends a run that could not be sent to all."""
         last = len(self._links) - 1
         at = next((at for at, (peer, _) in enumerate(self._links) if peer.last_seq != tracker.seq), last)
-        self.controller.send(tracker, tracker.fail(self._unsent(at, exc), unsent=range(at, last + 1)))
+        self.plans.send(tracker, tracker.fail(self._unsent(at, exc), unsent=range(at, last + 1)))
 
     def _unsent(self, at: int, exc: Exception) -> RaycollectError:
         group, member = self.step_plan.homes[at]
@@ -218,54 +336,22 @@ class StepRuns:
         error.__cause__ = exc
         return strip_traceback(error)
 
-    # ------------------------------------------------------------------------------------------ waiting
+    # ------------------------------------------------------------------------------------------ the end
 
-    def wait(self, tracker: PlanTracker, timeout_s: float | None) -> bool:
-        """Waits for the outcome of a run; False where it is not known in time."""
-        until_s = inf if timeout_s is None else monotonic() + timeout_s
-        doorbell, me = self.doorbell if tracker.number else None, threading.get_ident()
-        with Deferred():
-            try:
-                while True:
-                    self._waiting.add(me)  # before it looks, so that it is woken
-                    if tracker.is_known:
-                        return True
-                    left_s = _SLICE_S if until_s == inf else min(_SLICE_S, until_s - monotonic())
-                    if left_s <= 0:
-                        return tracker.resolved
-                    if doorbell is None:
-                        tracker.wait_for_word(left_s)
-                    else:
-                        doorbell.wait(left_s, tracker.number, tracker.slots.values())
-                        deliver()
-                    tracker.look()
-            finally:
-                self._waiting.discard(me)
-
-    def abort(self, tracker: PlanTracker, error: RaycollectError) -> None:
+    def abort(self, tracker: RunTracker, error: RaycollectError) -> None:
         """Ends a run here and on all participants."""
         with Deferred():
-            self.controller.send(tracker, tracker.fail(error))
+            self.plans.send(tracker, tracker.fail(error))
 
-    def locate(
-        self,
-        location: ErrorLocator,
-        position: int,
-        error: RaycollectError,
-        story: tuple[str, ...],
-        missing: RankNames,
-    ) -> RaycollectError:
-        """Completes the error of a run as `ErrorLocator.locate`, and names the calls and values of the step."""
-        if position < 0 and isinstance(error, CollectiveTimeoutError):
-            return self.told(error)  # it says all
-        method = error.op if isinstance(error, MethodError) else ""
-        found = location.locate(position, error, story, missing)
-        if method and isinstance(found, FaultError):
-            found.op = method
-        return self.told(found)
+    @property
+    def failure(self) -> RaycollectError | None:
+        """The error of the first run that has failed."""
+        under_way = (tracker.error for tracker in tuple(self._under_way))
+        return self._failure or next((error for error in under_way if error is not None), None)
 
-    def ended(self, tracker: PlanTracker) -> None:
+    def ended(self, tracker: RunTracker) -> None:
         """The outcome of a run is known: if it failed, those after it fail too."""
+        self._failure = self._failure or tracker.error  # before it is under way no more
         try:
             self._under_way.remove(tracker)
         except ValueError:
@@ -279,11 +365,9 @@ class StepRuns:
                 if other.place > tracker.place:
                     self.abort(other, PlanAbortedError(detail=detail))
         if tracker.error is None or tracker.has_ended:  # it went well only where all have ended
-            self.controller.under_way.pop(tracker.seq, None)
-        if self.doorbell is not None and self._waiting.difference((threading.get_ident(),)):
+            self.plans.remove(tracker)
+        if self.doorbell is not None and self.waiting.difference((threading.get_ident(),)):
             self.doorbell.wake()
-
-    # ------------------------------------------------------------------------------------------ the end
 
     @property
     def is_idle(self) -> bool:
@@ -292,7 +376,7 @@ class StepRuns:
 
     def close(self) -> None:
         """Makes the participants forget the step, and aborts runs under way. Never waits; may be called twice."""
-        self.controller.dispatching.soon(self.let_go)
+        self.plans.dispatching.soon(self.let_go)
 
     def let_go_idle(self) -> bool:
         """`close` for who holds `dispatching`; does nothing and returns False where a run is under way."""

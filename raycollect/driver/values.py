@@ -219,10 +219,10 @@ def _left_s(until_s: float) -> float | None:
 def _wait_for_writers(refs: Iterable[Any], until_s: float, *, readers: bool = False) -> None:
     keys = [one.key if isinstance(one, Handle) else Key(one.binary()) for one in refs if isinstance(one, _HELD)]
     controller = Controller.current()
-    for tracker in controller.trackers():
+    for tracker in controller.plans.trackers():
         written = [tracker.writes[key] for key in keys if key in tracker.writes]
         if not any(written) and not (readers and written):
             continue
-        controller.dispatching.refuse_inside()  # the plan may be one that this thread is about to send
+        controller.plans.dispatching.refuse_inside()  # the plan may be one that this thread is about to send
         if not stall_report.wait(controller, tracker, _left_s(until_s)):
             raise GetTimeoutError(f"{tracker.plan.name}, which writes the tensor, has not ended in time; it goes on")

@@ -119,7 +119,7 @@ class UnderWay(BoundToProcess, ABC):
             refuse("wait", [*wrong_wait(timeout_s), *wrong_flags(progress=progress)])
         tracker = self._tracker
         if not tracker.is_known:
-            self._controller.dispatching.refuse_inside()  # others may have to wait for what this thread is sending
+            self._controller.plans.dispatching.refuse_inside()  # others may wait for what this thread is sending
         if not stall_report.wait(self._controller, tracker, timeout_s, progress=progress):
             over = CollectiveTimeoutError(
                 op=tracker.plan.name,
@@ -303,7 +303,7 @@ def wait_or_abort(controller: Controller, tracker: PlanTracker) -> None:
     except BaseException:
         abort(controller, tracker, "its caller was interrupted")
         raise
-    controller.send(tracker, [])  # the hub does not hear of ends in shared memory
+    controller.plans.send(tracker, [])  # the hub does not hear of ends in shared memory
 
 
 def abort(controller: Controller, tracker: PlanTracker, why: str) -> bool:
@@ -311,7 +311,7 @@ def abort(controller: Controller, tracker: PlanTracker, why: str) -> bool:
     with Deferred():
         if tracker.resolved or tracker.is_committed:
             return False
-        controller.send(tracker, tracker.fail(PlanAbortedError(detail=why)))
+        controller.plans.send(tracker, tracker.fail(PlanAbortedError(detail=why)))
         retrieve_errors(tracker.made.values())
         return True
 

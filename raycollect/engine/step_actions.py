@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from raycollect.core.model import Key
-from raycollect.core.protocols import Exchange
+from raycollect.core.protocols import Communicator, Exchange
 from raycollect.core.threads import message_of
+from raycollect.engine.instruments import Instruments
+from raycollect.engine.missing_operand import MissingOperand
 from raycollect.engine.run import Run
-from raycollect.engine.step_program import CAPTURE_NBYTES, Collective, Given, Invocation
+from raycollect.engine.step_program import CAPTURE_NBYTES, Collective, Given, Invocation, StepProgram
 from raycollect.engine.value_codec import unpack_value
 from raycollect.errors import MethodError, PlanAbortedError, ProtocolError, RaycollectError, RefusedError, copy_error
-from raycollect.observe.run_steps import calls
+from raycollect.observe import Tracer
+from raycollect.observe.run_steps import RunStep, calls
 from raycollect.observe.stacks import is_on_the_way
 from raycollect.observe.trace import METHOD
 from raycollect.planner import Program, decode_program
 from raycollect.pos import Container
 
-if TYPE_CHECKING:
-    from raycollect.engine.step_runner import StepRunner
+# Calls a method: its name, its arguments by place and by name.
+Invoke = Callable[[str, Sequence[Any], dict[str, Any]], Any]
 
 # (program, number of its first launch) -> the controller's exchange, for participants without a common group.
 Exchanges = Callable[[Program, int], Exchange | None]
@@ -33,12 +36,31 @@ DETAIL_LENGTH, TRACE_LINES, LINE_LENGTH = 2000, 30, 300
 _CONSTANT = (type(None), bool, int, float, str, bytes)
 
 
+class Runner(Protocol):
+    """What actions use of the `StepRunner` that does them."""
+
+    step_program: StepProgram
+    slots: list[Any]
+    invoke: Invoke
+    instruments: Instruments
+    communicators: Callable[[str], Communicator]
+    tracer: Tracer
+    run8: bytes
+    step: RunStep | None
+
+    def begin(self, plan: Run) -> None:
+        """Notes which plan is under way; raises PlanAbortedError where the run was aborted."""
+
+    def operand(self, slot: int) -> Container | MissingOperand:
+        """The value of a slot as collectives take it."""
+
+
 class MethodAction:
     """A prepared method call. Arguments are in slots; constants have additional slots."""
 
     is_method = True
 
-    def __init__(self, invocation: Invocation, runner: StepRunner) -> None:
+    def __init__(self, invocation: Invocation, runner: Runner) -> None:
         self._runner = runner
         self.step: int = invocation.step
         self._method = invocation.method
@@ -92,7 +114,7 @@ class PlanAction:
 
     is_method = False
 
-    def __init__(self, collective: Collective, runner: StepRunner) -> None:
+    def __init__(self, collective: Collective, runner: Runner) -> None:
         step_program = runner.step_program
         self._runner = runner
         self.step: int = collective.step

@@ -24,7 +24,7 @@ from raycollect.engine.instruments import Instruments
 from raycollect.engine.missing_operand import MissingOperand, missing
 from raycollect.engine.progress import NOWHERE, BytesDone
 from raycollect.engine.run import Run
-from raycollect.engine.step_actions import Exchanges, MethodAction, PlanAction, value_of
+from raycollect.engine.step_actions import Exchanges, Invoke, MethodAction, PlanAction, value_of
 from raycollect.engine.step_program import Invocation, StepProgram
 from raycollect.engine.value_codec import pack_values, unpack_values
 from raycollect.errors import CaptureError, MethodError, PlanAbortedError, ProtocolError, RaycollectError
@@ -32,9 +32,6 @@ from raycollect.observe import Tracer, run_steps
 from raycollect.observe.run_steps import RunStep
 from raycollect.pos import Absence, Container, State, unkept
 from raycollect.pos.store import weak
-
-# Calls a method: its name, its arguments by place and by name.
-Invoke = Callable[[str, Sequence[Any], dict[str, Any]], Any]
 
 _ABORTED = "the run was aborted"
 

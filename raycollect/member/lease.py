@@ -18,8 +18,9 @@ from raycollect.channel import Link, MailboxClient, messages
 from raycollect.core import threads, timers
 from raycollect.core.model import Key, task_key
 from raycollect.engine.run import Keep, Outcome, Run
+from raycollect.engine.step_actions import Invoke
 from raycollect.engine.step_program import CAPTURES, Invocation
-from raycollect.engine.step_runner import Invoke, StepRunner
+from raycollect.engine.step_runner import StepRunner
 from raycollect.errors import (
     CaptureError,
     GroupBrokenError,

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from raycollect.core import threads
-from raycollect.engine.step_runner import Invoke
+from raycollect.engine.step_actions import Invoke
 from raycollect.errors import RaycollectError, RefusedError, Violation, refusal, wrong_argument
 from raycollect.errors.text import listed, shown
 from raycollect.member.methods import Methods

@@ -20,8 +20,8 @@ from raycollect.driver import values
 from raycollect.driver.batch import Batch
 from raycollect.driver.controller import Controller
 from raycollect.driver.pending import Argument, Pending
-from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.driver.requests import Ref
+from raycollect.driver.step_runs import RunTracker
 from raycollect.errors import UnknownGroupError, Violation, wrong_argument
 from raycollect.traced.kept import KeepWrapper
 from raycollect.traced.signature import SCALARS, is_plain_dtype
@@ -152,8 +152,8 @@ class TracedCapture(Capture):
         returned = self._block.returned
         return None if returned is None else returned.fill((), given)
 
-    def begin(self, given: Mapping[str, Any]) -> tuple[Installed, PlanTracker]:
-        """Begins a run, which is ordered after all earlier calls of the actors.
+    def begin(self, given: Mapping[str, Any]) -> tuple[Installed, RunTracker]:
+        """Begins a run, which comes after all that was submitted to the actors before.
 
         Raises:
             GroupError: The groups, or their members, have changed; nothing was sent.

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from raycollect.captured.install import Installed
-from raycollect.driver.plan_tracker import PlanTracker
+from raycollect.driver.step_runs import RunTracker
 from raycollect.traced.eager import EndedRun
 from raycollect.traced.recording import TracedCapture
 from raycollect.traced.signature import CallReader
@@ -17,8 +17,8 @@ class Begun(NamedTuple):
     """A run that has begun."""
 
     given: dict[str, Any]
-    installed: Installed | None  # None: the function calls nothing
-    tracker: PlanTracker | None
+    installed: Installed | None  # None: there is nothing to run
+    tracker: RunTracker | None
 
 
 class Trace:

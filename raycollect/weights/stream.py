@@ -11,10 +11,10 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import ray
 
@@ -26,16 +26,39 @@ from raycollect.errors.text import shown
 from raycollect.weights import agent, protocol
 from raycollect.weights.directory import Atoms, HolderRecord, Holders
 from raycollect.weights.protocol import Atom, RankEvent, RankSealed, RankSealedPart, Tell, Version
-from raycollect.weights.ranks import ATTACH_S, Job, event_of
+from raycollect.weights.ranks import ATTACH_S, Job, Ranks, event_of
 from raycollect.weights.receipts import Receipt
 from raycollect.weights.receiver import HOLDER_S
 from raycollect.weights.subscription import Subscription, update_all
 
-if TYPE_CHECKING:
-    from raycollect.weights.publication import Publication
-
 _Target = tuple[int, int]
 """The number of a receiver group, and a rank in it."""
+
+
+class Publisher(Protocol):
+    """What streams use of their `Publication`."""
+
+    name: str
+    _ranks: Ranks
+
+    @property
+    def _count(self) -> int:
+        """How many versions were put."""
+
+    def _one_at_a_time(self, op: str, timeout_s: float, until_s: float) -> AbstractContextManager[None]:
+        """Waits until no other thread puts anything, and bounds what the directory may take."""
+
+    def _places_on(self, rank: int) -> Atoms:
+        """Where the atoms of the next version lie on a rank."""
+
+    def _holder(self, rank: int, key: Key) -> HolderRecord:
+        """A rank, of which some atoms can be had."""
+
+    def _forget_overwritten(self) -> None:
+        """Forgets the version before the last, in whose place the next one is sealed."""
+
+    def _finish(self, job: Job, timeout_s: float, keys: Mapping[int, Key], among: Sequence[Atom]) -> None:
+        """Posts the version of a put that is over."""
 
 
 class Stream(BoundToProcess):
@@ -48,7 +71,7 @@ class Stream(BoundToProcess):
     _INSTEAD = "call and commit it here; subscribe(name, ...) reads the version from there"
 
     def __init__(
-        self, publication: Publication, subscriptions: Sequence[Subscription], version: Version, among: Sequence[Atom]
+        self, publication: Publisher, subscriptions: Sequence[Subscription], version: Version, among: Sequence[Atom]
     ) -> None:
         self.version: Version = version
         self._publication = publication

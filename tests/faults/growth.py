@@ -196,16 +196,15 @@ def figures_of_driver() -> tuple[Figures, Counter[str]]:
     """What the driver holds, and what its controller knows."""
     controller = Controller.current()
     for peer in controller.participants.all():
-        tokens = peer._lent_tokens and peer._lent_tokens._tokens
-        if tokens is not None:
-            tokens._let_go()  # up to some for each participant are ready to be lent
+        if peer._tokens is not None:
+            peer._tokens._let_go()  # up to some for each participant are ready to be lent
     call_tokens.let_go()
     give_back()
     groups = controller.groups
     found = figures_of_process()
     found["groups"] = sum(len(one) for one in vars(groups).values() if isinstance(one, (dict, deque)))
     found["peers"] = len(controller.participants._peers)
-    found["flights"] = len(list(controller.trackers()))
+    found["flights"] = len(list(controller.plans.trackers()))
     actors = getattr(getattr(ray, "_private", None), "state", None)
     if hasattr(actors, "actors"):
         found["actors"] = sum(one.get("State") == "ALIVE" for one in actors.actors().values())

@@ -18,8 +18,7 @@ from raycollect.channel.mailbox import Letters, Slot
 from raycollect.channel.messages import Order
 from raycollect.core import threads
 from raycollect.core.model import Key, task_key
-from raycollect.driver.controller_messages import ControllerMessages
-from raycollect.driver.participant_link import ParticipantLink
+from raycollect.driver.participant_link import LinkOwner, ParticipantLink
 from raycollect.errors import ConnectionLostError, RaycollectError
 from raycollect.member.lease import Lease
 from raycollect.member.methods import Methods
@@ -152,7 +151,7 @@ class Site:
         self,
         number: int,
         tell: Callable[[ParticipantLink, Any], None],
-        owner: ControllerMessages,
+        owner: LinkOwner,
         mailbox: Mailbox | None,
     ) -> None:
         self.number = number

@@ -18,8 +18,8 @@ from ray.exceptions import RayError
 
 import raycollect as col
 from raycollect.core.model import OpKind
-from raycollect.driver.controller import Controller
 from raycollect.driver.plan_tracker import PlanTracker
+from raycollect.driver.plans import PlansUnderWay
 from raycollect.errors import RaycollectError, RefusedError
 from raycollect.member import plan_queue
 from raycollect.member.participant import this_participant
@@ -185,17 +185,17 @@ class Crew:
 @contextmanager
 def seqs_noted() -> Iterator[threading.local]:
     """Notes the number of the plan that each thread sent last."""
-    here, register = threading.local(), Controller.register
+    here, register = threading.local(), PlansUnderWay.register
 
-    def noted(self: Controller, tracker: PlanTracker) -> None:
+    def noted(self: PlansUnderWay, tracker: PlanTracker) -> None:
         register(self, tracker)
         here.seq = tracker.seq
 
-    Controller.register = noted  # type: ignore[method-assign]
+    PlansUnderWay.register = noted  # type: ignore[method-assign]
     try:
         yield here
     finally:
-        Controller.register = register  # type: ignore[method-assign]
+        PlansUnderWay.register = register  # type: ignore[method-assign]
 
 
 class Arguments:

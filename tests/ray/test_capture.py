@@ -160,13 +160,13 @@ def test_several_runs_are_under_way_in_order(learners, request, carrier):
         col.allreduce_refs(refs, op="max")
         step.returns([step.call(worker.note, number) for worker in learners])
     works = [step.run(number=number, async_op=True) for number in range(3 * IN_FLIGHT)]
-    assert len([one for one in Controller.current().trackers() if not one.resolved]) <= IN_FLIGHT
+    assert len([one for one in Controller.current().plans.trackers() if not one.resolved]) <= IN_FLIGHT
     assert works[-1].wait() == [3 * IN_FLIGHT] * 3
     assert [work.wait() for work in works] == [[number + 1] * 3 for number in range(3 * IN_FLIGHT)]
     assert all(work.done() for work in works)
     assert "done" in repr(works[0])
     assert ray.get(learners[1].noted.remote()) == [((number,), {}) for number in range(3 * IN_FLIGHT)]
-    assert list(Controller.current().trackers()) == []
+    assert list(Controller.current().plans.trackers()) == []
 
     async def main():
         return await asyncio.gather(*[step.run(number=number, async_op=True) for number in range(4)])

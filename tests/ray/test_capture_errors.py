@@ -15,7 +15,7 @@ from tests.support.waiting import wait_until
 
 def all_landed():
     """Whether no run is under way any more, now or soon."""
-    trackers = Controller.current().trackers
+    trackers = Controller.current().plans.trackers
     landed = wait_until(lambda: not trackers())
     assert landed, [(tracker.seq, tracker._pending, tracker.error) for tracker in trackers()]
     return True
@@ -23,7 +23,7 @@ def all_landed():
 
 def let_go_once_they_have_left(work, let_go):
     """Lets rank 0 come to the consistency check when the others are no longer there to agree with it."""
-    (first,) = (one for one in Controller.current().trackers() if one.seq == work._tracker.seq)
+    (first,) = (one for one in Controller.current().plans.trackers() if one.seq == work._tracker.seq)
     assert wait_until(lambda: not any(map(first.is_pending, (1, 2)))), "they have left the consistency check"
     let_go()
 

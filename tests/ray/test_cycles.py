@@ -259,13 +259,13 @@ def test_a_member_that_died_leaves_nothing(actors, is_rebuilt):
     def life():
         group = col.declare_collective_group(workers, group_name="g")
         work = col.allreduce_refs([one.ones.remote() for one in workers], "g", async_op=True)
-        before = Controller.current().revision
+        before = Controller.current().plans.revision
         ray.kill(workers[2])
         try:
             work.wait()
         except RaycollectError:
             pass  # it was over before
-        assert wait_until(lambda: Controller.current().revision is not before)  # a plan may still be sent before
+        assert wait_until(lambda: Controller.current().plans.revision is not before)  # a plan may still be sent before
         cycles.fails(GroupBrokenError, col.barrier, "g")
         if is_rebuilt:
             group.rebuild()

@@ -70,8 +70,8 @@ def places(count: int, most: int, seed: int) -> list[int]:
 
 def left() -> list[Any]:
     controller = Controller.current()
-    wait_until(lambda: not controller.trackers())
-    return controller.trackers()
+    wait_until(lambda: not controller.plans.trackers())
+    return controller.plans.trackers()
 
 
 class Scene:

@@ -101,4 +101,4 @@ def test_what_was_taken_in_is_freed(workers):
     for _ in range(3):
         col.broadcast_refs(refs, source=ROWS[0])
     assert wait_until(lambda: [member.store.held for member in group.statistics().members] == [1, 1])
-    assert not list(Controller.current().trackers())
+    assert not list(Controller.current().plans.trackers())

@@ -30,7 +30,7 @@ def nothing_sent(submits):
     before = len(submits)
     yield
     assert len(submits) == before
-    assert [tracker for tracker in Controller.current().trackers() if not tracker.resolved] == []
+    assert [tracker for tracker in Controller.current().plans.trackers() if not tracker.resolved] == []
 
 
 def assert_works(refs, **given):

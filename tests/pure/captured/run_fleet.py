@@ -12,9 +12,8 @@ from raycollect.channel.doorbell import IN_FLIGHT
 from raycollect.channel.messages import Done
 from raycollect.core.signals import Deferred
 from raycollect.driver.controller import Controller
-from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.driver.step_plan import Stage, StepPlan
-from raycollect.driver.step_runs import StepRuns
+from raycollect.driver.step_runs import RunTracker, StepRuns
 from raycollect.errors import (
     PlanAbortedError,
     to_wire,
@@ -132,22 +131,22 @@ class Fleet:
             peers=self.peers,
         )
 
-    def begin(self, *payloads: bytes, **options: Any) -> PlanTracker:
+    def begin(self, *payloads: bytes, **options: Any) -> RunTracker:
         with Deferred():
             return self.runs.begin(payloads or (b"",) * 4, **options)
 
     def tell(self, at: int, message: Any) -> None:
         self.controller.messages.received(self.peers[at], message)
 
-    def fail(self, at: int, tracker: PlanTracker, error: Any) -> None:
+    def fail(self, at: int, tracker: RunTracker, error: Any) -> None:
         self.tell(at, Done(seq=tracker.seq, ranks=[], error=to_wire(error), story=["check"]))
 
-    def land(self, tracker: PlanTracker) -> None:
+    def land(self, tracker: RunTracker) -> None:
         """Those who were told to abort say that they have ended."""
         for at in sorted(tracker._pending):
             self.fail(at, tracker, PlanAbortedError(detail="aborted"))
         assert tracker.has_ended
-        assert tracker.seq not in [one.seq for one in self.controller.trackers()]
+        assert tracker.seq not in [one.seq for one in self.controller.plans.trackers()]
 
 
 def drive(fleet: Fleet, runs: int = IN_FLIGHT + 3) -> None:

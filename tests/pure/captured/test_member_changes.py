@@ -14,7 +14,7 @@ import pytest
 from raycollect.captured.install import _Installation
 from raycollect.captured.step import Capture
 from raycollect.core import threads
-from raycollect.driver.plan_tracker import PlanTracker
+from raycollect.driver.step_runs import RunTracker
 from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, UnknownGroupError
 from tests.pure.captured.run_fleet import WAIT_S, Fleet, controller, drive, fleet
 from tests.pure.driver.leased import lease
@@ -49,7 +49,7 @@ def retire(fleet: Fleet) -> None:
 def test_a_run_that_begins_just_before_its_group_drains_goes_on_though_another_actor_dies(fleet: Fleet) -> None:
     """The change of members waits for it: it would break the step for good where that change fails."""
     begin, controller = fleet.bell.begin, fleet.controller
-    controller.dispatching = dispatching = Dispatching()  # type: ignore[assignment]
+    controller.plans.dispatching = dispatching = Dispatching()  # type: ignore[assignment]
     (stranger,) = lease(controller, group("other", (20,))).values()
 
     def begun() -> int:
@@ -80,7 +80,7 @@ def test_no_run_begins_while_its_group_drains(fleet: Fleet, monkeypatch: pytest.
         return False
 
     with monkeypatch.context() as patch:
-        patch.setattr(PlanTracker, "wait", wait)
+        patch.setattr(RunTracker, "wait", wait)
         with pytest.raises(CollectiveTimeoutError, match="its members did not change"):
             retire(fleet)
     assert refused
@@ -117,7 +117,7 @@ def test_capturing_a_step_whose_groups_are_destroyed_meanwhile_says_so(
         deadline_s=monotonic() + WAIT_S,
         timeout_s=WAIT_S,
     )
-    monkeypatch.setattr(fleet.controller, "links", destroying(fleet))
+    monkeypatch.setattr(fleet.controller.groups, "links", destroying(fleet))
     with pytest.raises(UnknownGroupError, match="it was destroyed"):
         installation.send()
 
@@ -128,6 +128,6 @@ def test_explaining_a_step_whose_groups_are_destroyed_meanwhile_says_so(
     made = Capture()
     made._state, made._controller = "", fleet.controller
     made._installed = SimpleNamespace(runs=fleet.runs, operands={}, calls=())  # type: ignore[assignment]
-    monkeypatch.setattr(fleet.controller, "links", destroying(fleet))
+    monkeypatch.setattr(fleet.controller.groups, "links", destroying(fleet))
     with pytest.raises(UnknownGroupError, match="it was destroyed"):
         made.explain()

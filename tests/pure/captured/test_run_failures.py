@@ -14,9 +14,8 @@ from raycollect.channel.messages import Abort, Forget, Look, Run
 from raycollect.core.deadline import Deadline
 from raycollect.core.model import Key, OpKind
 from raycollect.driver import stall_report
-from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.driver.step_plan import Stage, StepPlan
-from raycollect.driver.step_runs import StepRuns
+from raycollect.driver.step_runs import RunTracker, StepRuns
 from raycollect.errors import (
     CaptureBrokenError,
     CaptureError,
@@ -168,22 +167,21 @@ def test_a_signal_as_a_run_begins_comes_up_once_all_have_it(
 ) -> None:
     before = fleet.begin()
     name, _, at = where.partition(" ")
-    target: Any = {"begin": fleet.bell, "ring": fleet.bell, "register": fleet.controller}.get(name) or fleet.bell.runs[
-        int(at)
-    ]
+    targets: dict[str, Any] = {"begin": fleet.bell, "ring": fleet.bell, "register": fleet.controller.plans}
+    target: Any = targets.get(name) or fleet.bell.runs[int(at)]
     with monkeypatch.context() as patch:
         patch.setattr(target, name, interrupting(getattr(target, name), after=after))
         with pytest.raises(KeyboardInterrupt):
             fleet.begin()
     assert fleet.bell.woken[-1] == (before.number + 1, 4)
-    _, interrupted = fleet.controller.trackers()
+    _, interrupted = fleet.controller.plans.trackers()
     for tracker in (before, interrupted):
         for slot in range(4):
             fleet.bell.give(slot, tracker.number)
         assert tracker.wait(0)
         assert tracker.error is None
     assert [said(peer) for peer in fleet.peers] == [[]] * 4
-    assert list(fleet.controller.trackers()) == []
+    assert list(fleet.controller.plans.trackers()) == []
     assert fleet.runs.is_idle
     drive(fleet)
 
@@ -195,9 +193,9 @@ def test_a_signal_after_the_last_answer_costs_nothing(
 ) -> None:
     """Whoever asks next tells the outcome."""
     target, name = {
-        "look": (PlanTracker, "look"),
-        "end": (PlanTracker, "_ended"),
-        "resolve": (PlanTracker, "_resolve"),
+        "look": (RunTracker, "look"),
+        "end": (RunTracker, "_ended"),
+        "resolve": (RunTracker, "_resolve"),
         "ended": (StepRuns, "ended"),
     }[where]
     drive(fleet, 2)
@@ -215,7 +213,7 @@ def test_a_signal_after_the_last_answer_costs_nothing(
         assert one.wait(0)
         assert one.has_ended
         assert one.error is None
-    assert list(fleet.controller.trackers()) == []
+    assert list(fleet.controller.plans.trackers()) == []
     assert fleet.runs.is_idle
 
 
@@ -225,7 +223,7 @@ def test_a_signal_while_one_waits(fleet: Fleet, monkeypatch: pytest.MonkeyPatch)
         patch.setattr(fleet.bell, "wait", interrupting(fleet.bell.wait))
         with pytest.raises(KeyboardInterrupt):
             tracker.wait(WAIT_S)
-    assert not fleet.runs._waiting
+    assert not fleet.runs.waiting
     for at in range(4):
         fleet.bell.give(at, tracker.number)
     assert tracker.wait(WAIT_S)
@@ -295,7 +293,7 @@ def test_unreferenced_step_is_closed_once_it_is_idle(fleet: Fleet) -> None:
 
 def test_a_step_that_is_closed_while_a_run_is_sent_is_closed_after_it(fleet: Fleet) -> None:
     """A finalizer may close it in the thread that sends, and in another one."""
-    with fleet.controller.dispatching:
+    with fleet.controller.plans.dispatching:
         fleet.runs.close()
         elsewhere = threading.Thread(target=fleet.runs.close)
         elsewhere.start()
@@ -337,4 +335,4 @@ def test_a_group_that_another_thread_destroys_as_a_run_begins_fails_it(fleet: Fl
     tracker = fleet.begin()
     assert isinstance(tracker.error, UnknownGroupError)
     assert tracker.has_ended
-    assert not fleet.controller.trackers()
+    assert not fleet.controller.plans.trackers()

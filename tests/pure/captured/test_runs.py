@@ -14,7 +14,7 @@ from raycollect.channel.messages import Arrivals, Arrive, Ran, Run, Stuck
 from raycollect.core.model import TASK_NBYTES, UNKNOWN_TASK
 from raycollect.driver.controller import Controller
 from raycollect.driver.participant_link import ParticipantLink
-from raycollect.driver.plan_tracker import PlanTracker
+from raycollect.driver.step_runs import RunTracker
 from raycollect.errors import (
     KernelError,
     PlanAbortedError,
@@ -62,7 +62,7 @@ def test_a_run_has_ended_when_all_have_answered(fleet: Fleet, seed: int) -> None
         assert tracker.has_ended
         assert tracker.error is None
         assert tracker.results == [b"0", b"1", b"2", b"3"]
-        assert list(fleet.controller.trackers()) == []
+        assert list(fleet.controller.plans.trackers()) == []
     assert [said(peer) for peer in fleet.peers] == [[]] * 4
 
 
@@ -182,7 +182,7 @@ def test_number_of_concurrent_runs_is_bounded(fleet: Fleet, is_late: bool) -> No
     assert fleet.runs.is_idle
 
 
-def end_well(fleet: Fleet, tracker: PlanTracker) -> None:
+def end_well(fleet: Fleet, tracker: RunTracker) -> None:
     for at in range(4):
         fleet.bell.give(at, tracker.number)
     assert tracker.wait(WAIT_S)

@@ -427,4 +427,4 @@ def _serves_the_others(scene: Scene, hostile: ParticipantLink) -> None:
         assert tracker.resolved
         assert tracker.has_ended
         str(tracker.error)
-    assert list(scene.controller.trackers()) == []
+    assert list(scene.controller.plans.trackers()) == []

@@ -76,8 +76,8 @@ def crew(controller: Controller, tracker: PlanTracker) -> list[ParticipantLink]:
 
 def registered_anew(controller: Controller, tracker: PlanTracker) -> PlanTracker:
     """The same plan under the next numbers of a controller."""
-    made = PlanTracker(next(controller.numbers), tracker.plan, tracker._memberships, dict(tracker.refs))
-    controller.register(made)
+    made = PlanTracker(next(controller.plans.numbers), tracker.plan, tracker._memberships, dict(tracker.refs))
+    controller.plans.register(made)
     return made
 
 

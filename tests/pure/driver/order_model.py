@@ -284,7 +284,7 @@ class Fleet:
         for one in self.sent:
             assert type(one.tracker.error) is one.error, one.tracker.error
         # One that was refused is known to be so before all have said it.
-        assert wait_until(lambda: not list(self.controller.trackers()), WAIT_S), "a plan never lands"
+        assert wait_until(lambda: not list(self.controller.plans.trackers()), WAIT_S), "a plan never lands"
         self._compare()
 
     def _compare(self) -> None:

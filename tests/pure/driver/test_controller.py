@@ -64,7 +64,7 @@ def test_an_answer_at_the_check_comes_in_as_many_parts_as_frames_need(
         controller.messages.received(peer, Done(seq=tracker.seq, ranks=[], error=None, story=[]))
     assert tracker.has_ended
     assert tracker.error is None
-    assert list(controller.trackers()) == []
+    assert list(controller.plans.trackers()) == []
 
 
 @pytest.mark.parametrize(("nbytes", "fits"), [(1000, True), (1 << 19, False)])
@@ -122,7 +122,7 @@ def test_early_publish_reaches_members_invited_later(controller):
             super().send(message)
 
     peers[0].link, peers[1].link = Quick(), Slow()  # type: ignore[assignment]
-    controller.participants.join([membership], time.monotonic() + WAIT_S)
+    controller.participants.join(membership, time.monotonic() + WAIT_S)
     hub.join(WAIT_S)
     assert [type(message) for message in said(peers[1])] == [Join, Publish]
     assert [type(message) for message in said(peers[0])] == [Join]
@@ -148,12 +148,12 @@ def test_a_signal_while_a_plan_is_sent_comes_up_once_all_have_it(controller, at)
     with pytest.raises(KeyboardInterrupt):
         send_plan(controller, (asked(membership, (0, 1, 2)),), refs, 0)
     assert sent == [0, 1, 2]
-    (tracker,) = controller.trackers()
+    (tracker,) = controller.plans.trackers()
     for place, peer in enumerate(peers):
         controller.messages.received(peer, Done(seq=tracker.seq, ranks=[], error=None, story=[]))
         assert tracker.is_pending(place) is False
     assert tracker.error is None
-    assert not controller.trackers()
+    assert not controller.plans.trackers()
 
 
 def test_a_signal_in_the_wait_for_the_queues_of_actors_leaves_no_plan_behind(controller: Controller) -> None:
@@ -178,8 +178,8 @@ def test_a_signal_in_the_wait_for_the_queues_of_actors_leaves_no_plan_behind(con
     with pytest.raises(KeyboardInterrupt):
         send_plan(controller, (asked(membership, (0, 1, 2)),), {key_of(at): object() for at in range(3)}, 0)
     interrupting.join(WAIT_S)
-    with controller.dispatching:  # nobody waits for the other thread
-        assert not controller.trackers()
+    with controller.plans.dispatching:  # nobody waits for the other thread
+        assert not controller.plans.trackers()
     let_go.set()
     holding.join(WAIT_S)
     assert [said(peer) for peer in peers] == [[], [], []]
@@ -222,7 +222,7 @@ def test_what_ends_in_the_wait_for_the_queues_of_actors_gets_no_plan(
     peers[2].calls.lock = Held()  # type: ignore[assignment, union-attr]
     with pytest.raises(kind):
         send_plan(controller, (asked(membership, (0, 1, 2)),), {key_of(at): object() for at in range(3)}, 0)
-    assert not controller.trackers()
+    assert not controller.plans.trackers()
 
 
 # ---------------------------------------------------------------------------------------------- what is let go of
@@ -237,9 +237,9 @@ def test_released_participant_ends_its_running_plans(controller):
         peer.group_ids.add(membership.spec.group_id)
     tracker = registered_anew(controller, flying(asked(membership, (0, 1, 2))))
     tracker.fail(KernelError(detail="no memory"))
-    assert controller.trackers()
+    assert controller.plans.trackers()
     controller.groups.destroy("team")
-    assert not controller.trackers()
+    assert not controller.plans.trackers()
     assert tracker.has_ended
     assert not tracker.refs
     assert isinstance(tracker.error, KernelError)
@@ -295,5 +295,5 @@ def test_a_member_that_dies_between_its_lease_and_its_join_is_named(controller: 
     _, second = lease(controller, team).values()
     controller.participants.drop(second)
     with pytest.raises(ActorGoneError, match="before it was asked to join") as caught:
-        controller.participants.join([team], time.monotonic() + WAIT_S)
+        controller.participants.join(team, time.monotonic() + WAIT_S)
     assert (caught.value.rank, caught.value.actor) == (1, team.members[1].actor)

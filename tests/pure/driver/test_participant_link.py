@@ -90,7 +90,7 @@ def test_a_participant_given_back_keeps_no_slot(peer):
     """Its connection goes on as long as somebody holds what it has returned."""
     peer.slot = Mailbox().take_slot()
     slot = weakref.ref(peer.slot)
-    peer._lent_tokens = SimpleNamespace(end=lambda close: None)
+    peer._tokens = SimpleNamespace(end=lambda close: None)
     peer.retire()
     gc.collect()
     assert slot() is None
@@ -98,17 +98,16 @@ def test_a_participant_given_back_keeps_no_slot(peer):
 
 @pytest.mark.parametrize("all_joined", [True, False])
 def test_the_end_of_a_member_counts_for_those_who_join_until_all_have(all_joined):
-    peers = Participants(SimpleNamespace(), "me")
+    peers = Participants("me")
     members = [SimpleNamespace(actor_id=f"actor {rank}") for rank in range(2)]
-    joining = {request: peers_module._Joining(member, "a group") for request, member in enumerate(members)}
-    together = tuple(joining.values())
-    peers._joining.update({request: (one, together) for request, one in joining.items()})
+    join = peers_module._Join(dict(enumerate(members)))
+    peers._joins.update(dict.fromkeys(join.members, join))
     try:
         for request in range(1 + all_joined):
             peers.joined(Joined(request=request))
         peers.give_up(SimpleNamespace(info={"actor_id": "actor 1", "actor": "W(1)"}), "killed")
-        assert [one.error is None for one in joining.values()] == [all_joined] * 2
-        assert all(one.settled.is_set() for one in joining.values())
+        assert (join.error is None) == all_joined
+        assert join.over.is_set()
     finally:
         peers.close()
 
@@ -116,7 +115,8 @@ def test_the_end_of_a_member_counts_for_those_who_join_until_all_have(all_joined
 def test_a_member_whose_connection_ends_as_it_is_given_back_keeps_no_other_from_that():
     """`destroy` is called by the user's thread, and the hub's hears of the end of a connection."""
     parted = []
-    peers = Participants(SimpleNamespace(parted=lambda peer: parted.append(peer.info["actor_id"])), "me")
+    peers = Participants("me")
+    peers.owner = SimpleNamespace(parted=lambda peer: parted.append(peer.info["actor_id"]))
     members = [SimpleNamespace(actor_id=f"actor {rank}") for rank in range(2)]
     try:
         for one in members:
@@ -134,7 +134,8 @@ def test_a_member_whose_connection_ends_as_it_is_given_back_keeps_no_other_from_
 
 def test_a_participant_whose_connection_ends_before_its_lease_is_known_is_not_leased(monkeypatch):
     """Nobody would hear of it later: who asks it to join would wait until the time is over."""
-    peers = Participants(SimpleNamespace(lost=lambda peer, reason: peers.drop(peer)), "me")
+    peers = Participants("me")
+    peers.owner = SimpleNamespace(lost=lambda peer, reason: peers.drop(peer))
     line = Line()
     member = SimpleNamespace(actor_id="actor 0", incarnation="1", machine="another", address=None, rank=0, actor="W(1)")
 
@@ -159,7 +160,7 @@ def test_a_participant_whose_connection_ends_before_its_lease_is_known_is_not_le
 def test_the_end_of_a_group_lets_go_of_the_tokens_of_members_that_have_died():
     """The hub's thread hears of the death, and may not; nobody else might for as long as the process lives."""
     let_go = []
-    peers = Participants(SimpleNamespace(), "me")
+    peers = Participants("me")
     call_tokens._ended.append(SimpleNamespace(_let_go=lambda: let_go.append(True)))
     try:
         members = [SimpleNamespace(actor_id="one that has died")]
@@ -172,7 +173,7 @@ def test_the_end_of_a_group_lets_go_of_the_tokens_of_members_that_have_died():
 
 def test_what_asks_to_be_called_again_lets_the_hub_go_on(monkeypatch):
     """As of keys that can't be told: the hub's thread tried it again and again, and did nothing else."""
-    peers, later, calls = Participants(SimpleNamespace(), "me"), [], []
+    peers, later, calls = Participants("me"), [], []
     monkeypatch.setattr(peers._hub, "later", lambda delay_s, call: later.append(call) or True)
 
     def again():

@@ -30,7 +30,7 @@ class Asked:
     def __init__(self, clock: Clock) -> None:
         self.asked: list[int] = []
         self.clock = clock
-        self.participants = self
+        self.participants = self.plans = self
 
     def send(self, tracker: Any, orders: Any) -> None:
         """Carries out what a flight wants said: nothing."""
