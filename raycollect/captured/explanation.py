@@ -14,7 +14,7 @@ from raycollect.driver.step_plan import Stage
 from raycollect.errors import CaptureError
 from raycollect.planner import Source
 from raycollect.planner.explain import explain, explain_step
-from raycollect.planner.report import Explanation, Invoked, Methods, StepExplanation
+from raycollect.planner.report import Explanation, Invoked, MethodCalls, StepExplanation
 
 
 def explain_capture(
@@ -27,7 +27,7 @@ def explain_capture(
     actors = {
         actor_id: member.actor for actor_id, (_, member) in zip(step_plan.participants, step_plan.homes, strict=True)
     }
-    found: list[tuple[Explanation | Methods, int]] = []
+    found: list[tuple[Explanation | MethodCalls, int]] = []
     first = 0
     try:
         for stage in _stages(installed):
@@ -38,7 +38,7 @@ def explain_capture(
             else:
                 calls = tuple(_invoked(call, actors[call.made.actor_id]) for call in stage)
                 refs = {one.key for call in stage for one in call.arguments if type(one) is Ref}
-                found.append((Methods(calls=calls), len(refs)))
+                found.append((MethodCalls(calls=calls), len(refs)))
                 first += len(stage)
     except ValueError as exc:
         raise CaptureError(detail=f"a run of this captured step would be refused: {exc}") from None

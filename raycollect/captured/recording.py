@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import ray
 
 from raycollect.captured.calls import StepRequests
-from raycollect.captured.step_values import Parameters, Returned, packed
+from raycollect.captured.step_values import Parameters, ReturnedValues, packed
 from raycollect.driver import batch, operand_binding
 from raycollect.driver.batch import Batch
 from raycollect.driver.operand_binding import Operand
@@ -40,7 +40,7 @@ class Recording(Batch):
         super().__init__(staging_nbytes=staging_nbytes, timeout_s=timeout_s)
         self.request_list: StepRequests = StepRequests(capture, is_traced=self.is_traced)
         self.parameters: Parameters = Parameters()
-        self.returned: Returned | None = None
+        self.returned: ReturnedValues | None = None
         self.leaves: list[Any] = []
         self.kept: list[Pending] = []  # whose values stay in their actors after each run
 
@@ -147,7 +147,7 @@ class Recording(Batch):
         if self.returned is not None:
             raise CaptureError(detail="step.returns() was called before: give it all values at once")
         leaves: list[Any] = []
-        self.returned = Returned.of(values, functools.partial(self._leaf, leaves))
+        self.returned = ReturnedValues.of(values, functools.partial(self._leaf, leaves))
         self.leaves = leaves
 
     def _leaf(self, leaves: list[Any], value: Any, where: str) -> int | Argument | Given:

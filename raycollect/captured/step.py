@@ -43,7 +43,7 @@ from raycollect.planner import STAGING_NBYTES, Source
 from raycollect.planner.report import StepExplanation
 from raycollect.planner.wording import counted
 from raycollect.ray_bridge import direct_transport, recorded_calls
-from raycollect.ray_bridge.submitted_calls import Recorder
+from raycollect.ray_bridge.submitted_calls import CallRecorder
 
 _UNEXPLAINED = {"its block has not ended": "a captured step can't be explained before its block has ended"}
 
@@ -101,7 +101,7 @@ class Capture(BoundToProcess):
         self._id = secrets.token_bytes(CAPTURE_NBYTES)
         self._block = self._RECORDING(self._id, staging_nbytes=staging_nbytes, timeout_s=timeout_s)
         self._parameters = self._block.parameters
-        self._recorder: Token[Recorder | None] | None = None
+        self._recorder: Token[CallRecorder | None] | None = None
         self._controller: Controller | None = None
         self._installed: Installed | None = None
         self._runs: StepRuns | None = None

@@ -115,7 +115,7 @@ class Fixed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Returned:
+class ReturnedValues:
     """A structure of lists, tuples and dicts without its values.
 
     Attributes:
@@ -128,7 +128,7 @@ class Returned:
     echoed: Mapping[str, Argument]
 
     @classmethod
-    def of(cls, values: Any, read: Callable[[Any, str], int | Argument | Given]) -> Returned:
+    def of(cls, values: Any, read: Callable[[Any, str], int | Argument | Given]) -> ReturnedValues:
         """Takes a structure apart; `read` replaces each leaf, given the leaf and its place in words."""
         shape = structured(values, read)
         return cls(shape=shape, echoed=_echoed(shape))

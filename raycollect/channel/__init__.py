@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from raycollect.channel.client import DataClient, Hub
-from raycollect.channel.endpoint import Link
+from raycollect.channel.endpoint import ControlLink
 from raycollect.channel.mailbox import Mailbox, MailboxClient
 from raycollect.channel.server import DataLink, Server
 
@@ -22,7 +22,7 @@ __all__ = [
     "DataClient",
     "DataLink",
     "Hub",
-    "Link",
+    "ControlLink",
     "Mailbox",
     "MailboxClient",
     "Server",

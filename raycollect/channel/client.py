@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from raycollect.channel.endpoint import Link, LinkHandler
+from raycollect.channel.endpoint import ControlLink, LinkHandler
 from raycollect.channel.loop import Loop
 from raycollect.channel.messages import Message
 from raycollect.channel.stream import SocketStream, open_stream
@@ -21,7 +21,7 @@ class Hub:
         """Starts the thread."""
         self._loop = Loop("raycollect-hub")
 
-    def connect(self, address: Address, hello: dict[str, Any], handler: LinkHandler, timeout_s: float) -> Link:
+    def connect(self, address: Address, hello: dict[str, Any], handler: LinkHandler, timeout_s: float) -> ControlLink:
         """Connects to a participant; returns when both ends have authenticated each other.
 
         The hub's thread may call `handler` before this returns.
@@ -33,14 +33,14 @@ class Hub:
         """
         return self.adopt(open_stream(address, "control", hello, timeout_s), hello, handler)
 
-    def adopt(self, stream: SocketStream, hello: dict[str, Any], handler: LinkHandler) -> Link:
+    def adopt(self, stream: SocketStream, hello: dict[str, Any], handler: LinkHandler) -> ControlLink:
         """Takes over a control connection that this end has opened, with its pending events.
 
         Raises:
             ConnectionLostError: The hub is closed.
         """
         stream.sock.setblocking(False)
-        link = Link(self._loop, stream.sock, stream.connection, handler, hello=hello)
+        link = ControlLink(self._loop, stream.sock, stream.connection, handler, hello=hello)
         if not self._loop.call_soon(partial(link.attach, stream.take_events())):
             stream.close()
             raise ConnectionLostError(detail="the hub is closed", peer=stream.peer)

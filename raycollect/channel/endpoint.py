@@ -34,11 +34,11 @@ _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 class LinkHandler(Protocol):
     """Receives a link's messages. Called on the loop's thread: be quick, never block."""
 
-    def received(self, link: Link, message: Message) -> None:
+    def received(self, link: ControlLink, message: Message) -> None:
         """Handles a message; those of one link in the order in which they were sent."""
         ...
 
-    def closed(self, link: Link, reason: ChannelError) -> None:
+    def closed(self, link: ControlLink, reason: ChannelError) -> None:
         """Handles the end of the link, by either end; called exactly once, and last."""
         ...
 
@@ -49,7 +49,7 @@ class _Phase(enum.Enum):
     CLOSED = enum.auto()
 
 
-class Link:
+class ControlLink:
     """An open control connection. `send` and `close` may be called by any thread, also by finalizers.
 
     The peer accepts frames in sequence only. So messages are queued, and one thread at a time numbers and writes them

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-from raycollect.channel.endpoint import Link, LinkHandler
+from raycollect.channel.endpoint import ControlLink, LinkHandler
 from raycollect.channel.loop import Loop
 from raycollect.channel.messages import Message
 from raycollect.channel.protocol import NONCE_NBYTES, Connection, Event, Opened, Reply
@@ -78,7 +78,7 @@ class DataLink:
 class ServerHandler(LinkHandler, Protocol):
     """Handles a participant's connections. All methods except `serve_data` run on the server's thread: be quick."""
 
-    def opened(self, link: Link) -> None:
+    def opened(self, link: ControlLink) -> None:
         """Handles a new control connection. The first call for a link; `closed` is the last."""
         ...
 
@@ -234,7 +234,7 @@ class Server:
         if opened.purpose == "data":
             self._serve(SocketStream(client.sock, client.connection, rest), handler)
             return
-        link = Link(self._loop, client.sock, client.connection, handler, hello=opened.hello)
+        link = ControlLink(self._loop, client.sock, client.connection, handler, hello=opened.hello)
         link.attach(())
         try:
             handler.opened(link)

@@ -24,7 +24,7 @@ from raycollect.driver.pending import Pending
 from raycollect.driver.work import Work, wait_or_abort
 from raycollect.planner import STAGING_NBYTES, Source
 from raycollect.planner.plan_cache import PlanCache
-from raycollect.ray_bridge import ray_refs
+from raycollect.ray_bridge import ray_actors, ray_refs
 
 _TIMES = frozenset({type(None), int, float})
 _OPS = frozenset({type(None), str, ReduceOp})
@@ -82,7 +82,7 @@ def key_of(arguments: Arguments, given: Collection[Any], refs: list[Any], keys: 
                 refs.append(ref)
                 keys.append(key)
             elif type(ref) is ActorHandle:
-                actors += _MADE, ref._actor_id.hex()
+                actors += _MADE, ray_actors.id_of(ref)
             elif ref is None and not is_list:
                 actors.append(_NONE)
             else:

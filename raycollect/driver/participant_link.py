@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, ClassVar, Protocol
 from weakref import ref
 
-from raycollect.channel import Link
+from raycollect.channel import ControlLink
 from raycollect.channel.mailbox import IN_ORDER, Letters, Slot
 from raycollect.channel.messages import (
     Collected,
@@ -98,7 +98,7 @@ class ParticipantLink:
         self.last_seq = 0
         self.slot: Slot | None = None  # in the controller's mailbox
         self.group_ids: set[str] = set()
-        self.link: Link | None = None
+        self.link: ControlLink | None = None
         self._owner = owner
         self._answer: RaycollectError | None = None
         self.has_mailbox: bool | None = None
@@ -276,7 +276,7 @@ class ParticipantLink:
         if asked is not None:
             asked.set_result(answer)
 
-    def received(self, link: Link, message: Any) -> None:
+    def received(self, link: ControlLink, message: Any) -> None:
         """A message of the participant; on the hub's thread."""
         if isinstance(message, (Welcome, Refused)):
             self._answer = from_wire(message.error) if isinstance(message, Refused) else None
@@ -292,7 +292,7 @@ class ParticipantLink:
         else:
             self._owner.received(self, message)
 
-    def closed(self, link: Link, reason: ChannelError) -> None:
+    def closed(self, link: ControlLink, reason: ChannelError) -> None:
         """The connection has ended; on the hub's thread."""
         if self.is_lost:
             return
@@ -319,13 +319,15 @@ def _order_tokens(actor: Any, count: int) -> list[Any]:
     return list(method.options(num_returns=count, max_task_retries=0, enable_task_events=False).remote(count))
 
 
-def _tell_unused(link: Link, info: dict[str, Any], keys: list[Key]) -> None:
+def _tell_unused(link: ControlLink, info: dict[str, Any], keys: list[Key]) -> None:
     """Tells a participant that nobody holds the values of keys any more."""
     try:
         for at in range(0, len(keys), fetch.FREED_AT_ONCE):
             link.send(Unused(keys=[*keys[at : at + fetch.FREED_AT_ONCE]]))
     except ConnectionLostError:  # the participant may live: then it holds them until it hears
-        threads.call_in_helper(threads.survives, _free, info, keys)  # that thread must not hold refs as Ray is shut down
+        threads.call_in_helper(
+            threads.survives, _free, info, keys
+        )  # that thread must not hold refs as Ray is shut down
 
 
 def _free(info: dict[str, Any], keys: list[Key]) -> None:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from weakref import ref
 
 from raycollect.channel.doorbell import IN_FLIGHT, Doorbell
-from raycollect.channel.messages import Forget, Run
+from raycollect.channel.messages import BeginRun, Forget
 from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import UNKNOWN_TASK, Key, Member
 from raycollect.core.signals import Deferred, deliver
@@ -317,7 +317,7 @@ class StepRuns:
                     peer.keep_behind(behind, at)
                 if slot < 0 or not rings[slot].write(number, seq, predecessor, payload, call):
                     capture = self._capture
-                    peer.send(Run(capture=capture, seq=seq, predecessor=predecessor, payload=payload, after=call))
+                    peer.send(BeginRun(capture=capture, seq=seq, predecessor=predecessor, payload=payload, after=call))
                 peer.last_seq = seq
         finally:
             if doorbell is not None and number:

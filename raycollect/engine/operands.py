@@ -20,7 +20,7 @@ from raycollect.core.operations import PIECES
 from raycollect.engine.agreement import Side, Spec, learn, piece_fault
 from raycollect.errors import Violation
 from raycollect.errors.text import too_large
-from raycollect.planner import Local, Role, Share, Step
+from raycollect.planner import Local, Role, Share, TemplateStep
 from raycollect.pos import Container, Range, Store
 from raycollect.pos.extents import Extents
 
@@ -313,7 +313,7 @@ class TaskBuffers:
     def _described(self, index: int) -> Bound | None:
         return self.buffers[index]
 
-    def pairs(self, step: Step) -> list[tuple[Any, Any]]:
+    def pairs(self, step: TemplateStep) -> list[tuple[Any, Any]]:
         """Returns (src, dst) of each kernel of a step, when all buffers exist; empty if the task will be refused."""
         cached = self._pairs.get(id(step))
         if cached is not None:

@@ -15,7 +15,7 @@ from raycollect.core.boxes import BoxExchange, table_nbytes
 from raycollect.engine.fusion_buffer import FusionBuffer
 from raycollect.engine.operands import Bound, TaskBuffers
 from raycollect.engine.packed_boxes import PackedBoxes, unfold
-from raycollect.planner import Local, Step
+from raycollect.planner import Local, TemplateStep
 from raycollect.planner.reshard.halves import Half, decode_half
 from raycollect.planner.reshard.request import Fault, faults_of, made_of, places_of
 from raycollect.pos import Container, Range
@@ -93,7 +93,7 @@ class ReshardBuffers(TaskBuffers):
         table = block.memory[begin : begin + self._table_nbytes]
         return packed, BoxExchange(rounds=[boxes.round for boxes in packed], table=table)
 
-    def pairs(self, step: Step) -> list[tuple[Any, Any]]:
+    def pairs(self, step: TemplateStep) -> list[tuple[Any, Any]]:
         """Empty for kernels, which work only in the staging buffer (`rounds`); a commit copies whole tensors."""
         if step.kind is not Local.COPY:
             return []

@@ -27,7 +27,7 @@ from raycollect.engine.steps import (
 )
 from raycollect.engine.steps import Step as PreparedStep
 from raycollect.planner import Bundle as PlannedBundle
-from raycollect.planner import Choice, Local, Program, Step
+from raycollect.planner import Choice, Local, Program, TemplateStep
 from raycollect.planner.fusion import buckets, coalesced
 
 _Launch = tuple[int, str, tuple[int, ...]]
@@ -86,7 +86,7 @@ class Scheduler:
         return (step.number, step.group_id, step.ranks) == (0, agreement.group_id, agreement.ranks)
 
     def _steps(
-        self, step: Step, number: int, together: Sequence[TaskBuffers], agreed: Sequence[Verdict]
+        self, step: TemplateStep, number: int, together: Sequence[TaskBuffers], agreed: Sequence[Verdict]
     ) -> Iterator[PreparedStep]:
         domain = together[0].share.domain
         ranks = step.ranks or domain.ranks
@@ -135,7 +135,7 @@ class Scheduler:
             )
 
     def _packed(
-        self, kind: OpKind, step: Step, items: Sequence[Item], launch: _Launch, rank: int
+        self, kind: OpKind, step: TemplateStep, items: Sequence[Item], launch: _Launch, rank: int
     ) -> Iterator[PreparedStep]:
         ranks = launch[2]
         sizes = [(dtype_of(item), size_of(kind, item, len(ranks))) for item in items] if len(items) > 1 else []
@@ -154,7 +154,7 @@ class Scheduler:
         copies = None if buffers is None else buffers.staging_copies([(item.src, item.dst) for item in items])
         return step if copies is None else StagedStep(step, copies)
 
-    def _kernel(self, kind: OpKind, step: Step, item: Item) -> Kernel:
+    def _kernel(self, kind: OpKind, step: TemplateStep, item: Item) -> Kernel:
         # Returns the prepared kernel itself, for backends that compare identities.
         first = self.first
         if (

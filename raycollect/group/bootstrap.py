@@ -11,7 +11,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from raycollect import backends
-from raycollect.channel import Hub, Link
+from raycollect.channel import ControlLink, Hub
 from raycollect.channel.messages import Gone, Message, Refused, Welcome
 from raycollect.channel.protocol import OTHER_VERSION
 from raycollect.channel.stream import open_stream
@@ -173,7 +173,7 @@ class _Uplink:
     """A member's connection to rank 0."""
 
     def __init__(self) -> None:
-        self.link: Link | None = None
+        self.link: ControlLink | None = None
         self.process_group: ProcessGroup | None = None
 
     def send(self, message: Message) -> None:
@@ -189,7 +189,7 @@ class _Uplink:
                 self.link.send(Gone(group_id="", rank=-1, died=False, detail=""))
             self.link.close()
 
-    def received(self, link: Link, message: Message) -> None:
+    def received(self, link: ControlLink, message: Message) -> None:
         """Handles a message of rank 0, on the hub's thread."""
         process_group = self.process_group
         if process_group is not None and isinstance(message, Refused):
@@ -197,7 +197,7 @@ class _Uplink:
         elif process_group is not None:
             process_group.received(message)
 
-    def closed(self, link: Link, reason: ChannelError) -> None:
+    def closed(self, link: ControlLink, reason: ChannelError) -> None:
         """Handles the end of the connection, on the hub's thread."""
         process_group, self.process_group = self.process_group, None  # breaks a reference cycle
         if process_group is not None:

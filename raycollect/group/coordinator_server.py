@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from raycollect.channel import DataLink, Link, Server
+from raycollect.channel import ControlLink, DataLink, Server
 from raycollect.channel.messages import Gone, Message, Refused, Welcome
 from raycollect.core import threads
 from raycollect.core.model import Address, GroupSpec
@@ -61,7 +61,7 @@ class CoordinatorServer:
         self._all_notified = threading.Event()  # set when all other ranks know of the failure
         self._fading: Future[object] | None = None
         self._notified: set[tuple[str, str]] = set()  # (rank, who) of members that know of the failure, or have left
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, ControlLink] = {}
         self._who: dict[int, str] = {0: who}
         self._lock = threading.Lock()
         self._server = Server(host, secrets.token_bytes(32), self)
@@ -126,7 +126,7 @@ class CoordinatorServer:
 
     # ------------------------------------------------------------------------------------------ server's thread
 
-    def opened(self, link: Link) -> None:
+    def opened(self, link: ControlLink) -> None:
         """Handles a connection of a member, or the liveness probe of another leader."""
         hello = link.hello
         with self._lock:
@@ -147,7 +147,7 @@ class CoordinatorServer:
             if self._failed is not None:
                 self._refuse(link, self._failed)
 
-    def received(self, link: Link, message: Message) -> None:
+    def received(self, link: ControlLink, message: Message) -> None:
         """Handles a message of a member."""
         with self._lock:
             rank = self._rank_of(link)
@@ -155,7 +155,7 @@ class CoordinatorServer:
                 raise ProtocolError(detail=f"{type(message).__name__} from a connection that is not a member's")
             self._deliver(self._coordinator.receive(rank, message))
 
-    def closed(self, link: Link, reason: ChannelError) -> None:
+    def closed(self, link: ControlLink, reason: ChannelError) -> None:
         """Handles the end of a connection: its member has departed, or its process has ended."""
         with self._lock:
             rank = self._rank_of(link)
@@ -174,7 +174,7 @@ class CoordinatorServer:
     def serve_data(self, link: DataLink) -> None:
         """Does nothing: tensors do not pass through the coordinator."""
 
-    def _show(self, link: Link) -> None:
+    def _show(self, link: ControlLink) -> None:
         if self._failed is None and not self.complete:
             link.send(Welcome(group_id=""))
         else:
@@ -192,7 +192,7 @@ class CoordinatorServer:
             return f"rank {rank} ({who}) is not a rank of a group of {size}"
         return f"rank {rank} was taken twice: by {self._who[rank]} and by {who}" if rank in self._who else ""
 
-    def _refuse(self, link: Link, error: RaycollectError) -> None:
+    def _refuse(self, link: ControlLink, error: RaycollectError) -> None:
         self._notified.add(_name(link.hello))
         with suppress(ConnectionLostError):
             link.send(Refused(error=to_wire(error)))
@@ -210,7 +210,7 @@ class CoordinatorServer:
         if self._process_group is not None:
             self._process_group.lost(error)
 
-    def _rank_of(self, link: Link) -> int:
+    def _rank_of(self, link: ControlLink) -> int:
         return next((rank for rank, other in self._links.items() if other is link), -1)
 
     def _deliver(self, orders: Orders) -> None:

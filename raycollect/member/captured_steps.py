@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from raycollect.channel.doorbell import DoorbellClient
-from raycollect.channel.messages import Message, Ran, Run
+from raycollect.channel.messages import BeginRun, Message, Ran
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core import threads
 from raycollect.core.model import Key, Segment
@@ -112,7 +112,7 @@ class CapturedStep:
         self._send_or_raise = send
         self._tracer = runner.tracer
         self._changed = threading.Condition()  # guards what follows
-        self._arrived: deque[Run] = deque()
+        self._arrived: deque[BeginRun] = deque()
         self._closed = ""
         self._broken = ""
         self._count = 0  # the number of runs
@@ -125,7 +125,7 @@ class CapturedStep:
 
     # ------------------------------------------------------------------------------------------ any thread
 
-    def received(self, run: Run) -> bool:
+    def received(self, run: BeginRun) -> bool:
         """Handles a run from the channel; never waits. Returns False if the step is closed, and so does not run."""
         with self._changed:
             if self._closed:
@@ -200,7 +200,7 @@ class CapturedStep:
             return not closed
         return True
 
-    def _wait_for(self, wanted: Callable[[Run], bool]) -> Run | None:
+    def _wait_for(self, wanted: Callable[[BeginRun], bool]) -> BeginRun | None:
         with self._changed:
             while True:
                 run = next(filter(wanted, self._arrived), None)

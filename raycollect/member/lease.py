@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
 
-from raycollect.channel import Link, MailboxClient, messages
+from raycollect.channel import ControlLink, MailboxClient, messages
 from raycollect.core import threads, timers
 from raycollect.core.model import Key, task_key
 from raycollect.engine.run import Keep, Outcome, Run
@@ -76,7 +76,7 @@ class Lease:
         self,
         controller: str,
         description: str,
-        link: Link,
+        link: ControlLink,
         participant: LeasedParticipant,
         mailbox: MailboxClient | None = None,
     ) -> None:
@@ -340,7 +340,7 @@ class Lease:
         self._store.wake()
         self._methods.wake()
 
-    def _receive_run(self, message: messages.Run) -> None:
+    def _receive_run(self, message: messages.BeginRun) -> None:
         step = self._captures.find(message.capture)
         if step is None or not step.received(message):
             self._sequencer.end(message.seq)  # its successors continue
@@ -408,7 +408,7 @@ _HANDLERS: dict[type, Callable[[Lease, Any], None]] = {
     messages.Look: lambda lease, message: lease._reporter.tell(
         introspection.look(message, lease._runtime.instruments, lease._sequencer)
     ),
-    messages.Run: Lease._receive_run,
+    messages.BeginRun: Lease._receive_run,
     messages.Forget: lambda lease, message: lease._captures.forget(message.capture, "the captured step was closed"),
     messages.Order: Lease._order,
     messages.Record: lambda lease, message: lease._recording.record(message),

@@ -19,7 +19,7 @@ import ray
 from msgspec import ValidationError, convert
 
 from raycollect.backends import Gpu, arrays, gpus, streams
-from raycollect.channel import DataLink, Link, MailboxClient, Server
+from raycollect.channel import ControlLink, DataLink, MailboxClient, Server
 from raycollect.channel.messages import Bye, Keeps, Message, Refused, Unused, Welcome
 from raycollect.core import threads
 from raycollect.core.model import Address, Key, Segment
@@ -280,7 +280,7 @@ class Participant:
 
     # ------------------------------------------------------------------------------------------ channel
 
-    def opened(self, link: Link) -> None:
+    def opened(self, link: ControlLink) -> None:
         """Handles a connection of a controller: grants the lease, or refuses and names its holder (P10)."""
         hello = link.hello
         controller, description = str(hello.get("controller")), str(hello.get("description"))
@@ -301,7 +301,7 @@ class Participant:
         for method in keeping:
             link.send(Keeps(method=method))
 
-    def received(self, link: Link, message: Message) -> None:
+    def received(self, link: ControlLink, message: Message) -> None:
         """Handles a message of the controller, on the channel's thread, so this must not wait."""
         if isinstance(message, Unused):
             self._lenders.unused(_lender(link), message.keys)
@@ -314,7 +314,7 @@ class Participant:
         else:
             lease.received(message)
 
-    def closed(self, link: Link, reason: ChannelError) -> None:
+    def closed(self, link: ControlLink, reason: ChannelError) -> None:
         """Handles the end of a controller's connection: its lease ends, and another controller may get the lease."""
         worker = str(link.hello.get("worker"))
         self._lenders.close(_lender(link), lambda: worker in ray_cluster.living_workers())
@@ -340,7 +340,7 @@ def _mailbox(hello: dict[str, Any]) -> MailboxClient | None:
         return None
 
 
-def _lender(link: Link) -> bytes:
+def _lender(link: ControlLink) -> bytes:
     """The name under which the peer lends tokens."""
     name = link.hello.get("owner")
     return name if isinstance(name, bytes) else link.peer.encode()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 
-from raycollect.channel import Link
+from raycollect.channel import ControlLink
 from raycollect.channel.messages import Done, Message, Stuck, Unable
 from raycollect.core import threads
 from raycollect.errors import (
@@ -31,7 +31,7 @@ class Reporter:
     `watch` has the waits of this participant, one of which blocks its methods at a time.
     """
 
-    def __init__(self, link: Link, recorder: Recorder, sequencer: PlanSequencer, watch: WaitMonitor) -> None:
+    def __init__(self, link: ControlLink, recorder: Recorder, sequencer: PlanSequencer, watch: WaitMonitor) -> None:
         self.link = link
         self._recorder = recorder
         self._watch = watch

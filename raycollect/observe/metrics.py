@@ -48,7 +48,7 @@ def ray_meters() -> Mapping[str, Meter]:
     return {name: Counter(name, description, tag_keys=TAGS) for name, (_, description) in METRICS.items()}
 
 
-class Publisher(Watcher):
+class MetricsPublisher(Watcher):
     """Publishes totals from the timer's thread, every few seconds while they change, and only while Ray runs."""
 
     def __init__(
@@ -94,4 +94,4 @@ def publish(counters: Counters, name_of: Callable[[str], str]) -> None:
     """Publishes the totals of a process if its environment asks for it; `name_of`: as in `Counters`."""
     counters.name_of = name_of
     if os.environ.get(ENVIRONMENT_VARIABLE) == "1":
-        counters.publish = Publisher(counters).wake
+        counters.publish = MetricsPublisher(counters).wake

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from raycollect.planner.template import Choice as Choice
     from raycollect.planner.template import Local as Local
     from raycollect.planner.template import Role as Role
-    from raycollect.planner.template import Step as Step
+    from raycollect.planner.template import TemplateStep as TemplateStep
     from raycollect.planner.topology import Link as Link
     from raycollect.planner.topology import Topology as Topology
     from raycollect.planner.validate import brought as brought
@@ -47,7 +47,7 @@ _NAMES = {
     "prediction": "Cluster Prediction predict",
     "program": "STAGING_NBYTES Bundle Domain Program Share Ticket",
     "reshard.request": "Reshard",
-    "template": "Choice Local Role Step",
+    "template": "Choice Local Role TemplateStep",
     "topology": "Link Topology",
     "validate": "brought",
     "wire": "decode_order decode_program encode_order encode_program",

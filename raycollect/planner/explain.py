@@ -17,20 +17,20 @@ from raycollect.planner.cost import FREE, Cost, HostLayout, priced
 from raycollect.planner.fusion import buckets, coalesced
 from raycollect.planner.ir import Made, Part, Plan, Source, Together
 from raycollect.planner.membership import Membership
-from raycollect.planner.report import Explanation, LinkCost, Memory, Methods, Row, StepExplanation
+from raycollect.planner.report import Explanation, LinkCost, Memory, MethodCalls, Row, StepExplanation
 from raycollect.planner.sizes import Infos, Sizes
-from raycollect.planner.template import NATIVE, Local, Step, Template
+from raycollect.planner.template import NATIVE, Local, Template, TemplateStep
 from raycollect.planner.topology import Topology
 from raycollect.planner.wording import PEER, nbytes_words, op_words, ranks_words, reduce_op_words, seconds_words
 
 
-def explain_step(stages: Sequence[tuple[Explanation | Methods, int]], participants: int) -> StepExplanation:
+def explain_step(stages: Sequence[tuple[Explanation | MethodCalls, int]], participants: int) -> StepExplanation:
     """Explains what each run of a captured step will do: its stages, each with how many refs are its operands."""
     plans = [stage for stage, _ in stages if isinstance(stage, Explanation)]
     memories = [one.memory for one in plans]
     return StepExplanation(
         participants=participants,
-        calls=sum(len(stage.calls) if isinstance(stage, Methods) else len(stage.rows) for stage, _ in stages),
+        calls=sum(len(stage.calls) if isinstance(stage, MethodCalls) else len(stage.rows) for stage, _ in stages),
         stages=tuple(stage for stage, _ in stages),
         fixed=tuple(fixed for _, fixed in stages),
         launches=sum(one.launches for one in plans),
@@ -264,7 +264,7 @@ def _memory(plan: Plan, sizes: Sizes, bundles: Sequence[_Bundle]) -> Memory:
     )
 
 
-def _step_words(template: Template, step: Step) -> str:
+def _step_words(template: Template, step: TemplateStep) -> str:
     """One step, such as ``"reduce sum to rank 0, in place"``."""
     if step.kind is Local.COMMIT:
         return "wait until all ranks have come so far"
@@ -282,7 +282,7 @@ def _step_words(template: Template, step: Step) -> str:
     return " ".join(words) + _target(template, step)
 
 
-def _target(template: Template, step: Step) -> str:
+def _target(template: Template, step: TemplateStep) -> str:
     if step.dst < 0:
         return ""
     if step.dst == step.src:

@@ -13,7 +13,7 @@ from raycollect.errors import Violation, refusal
 from raycollect.planner.algorithms import by_pairs
 from raycollect.planner.ir import Operands, Part, Request
 from raycollect.planner.membership import Membership
-from raycollect.planner.template import Buffer, Local, Role, Step, Template
+from raycollect.planner.template import Buffer, Local, Role, Template, TemplateStep
 
 _OPERAND = Buffer(role=Role.OPERAND)
 _LEARNED = Buffer(role=Role.LEARNED)
@@ -39,7 +39,7 @@ def _own(request: Request, operands: Operands) -> Template:
         buffers.append(_OPERAND if taken is not None else _made(spec) if gives else _LEARNED)
     src, dst = 0 if gives else -1, len(buffers) - 1 if takes else -1
     is_send = spec.kind is OpKind.SEND
-    step = Step(
+    step = TemplateStep(
         kind=OpKind.RECV if is_send and takes else spec.kind,
         src=src,
         dst=dst,
@@ -68,8 +68,8 @@ def _committed(template: Template) -> Template:
     ways = []
     for way in template.ways:
         at = way[-1].at if way else 0
-        back = (Step(kind=Local.COPY, src=made, dst=template.src, at=at),) if made >= 0 else ()
-        ways.append((*way, Step(kind=Local.COMMIT, at=at), *back))
+        back = (TemplateStep(kind=Local.COPY, src=made, dst=template.src, at=at),) if made >= 0 else ()
+        ways.append((*way, TemplateStep(kind=Local.COMMIT, at=at), *back))
     result = template.src if made >= 0 else template.result
     return replace(template, buffers=buffers, steps=ways[0], others=tuple(ways[1:]), result=result)
 
@@ -80,8 +80,8 @@ def _by_broadcast(request: Request, operands: Operands) -> Template:
     root, dst = operands[0] == 0, made.result
     first = OpKind.REDUCE if request.kind is OpKind.ALLREDUCE else OpKind.GATHER
     steps = (
-        Step(kind=first, src=0, dst=dst if root else -1, op=request.op, peer=0),
-        Step(kind=OpKind.BROADCAST, src=dst if root else -1, dst=-1 if root else dst, peer=0),
+        TemplateStep(kind=first, src=0, dst=dst if root else -1, op=request.op, peer=0),
+        TemplateStep(kind=OpKind.BROADCAST, src=dst if root else -1, dst=-1 if root else dst, peer=0),
     )
     return replace(made, steps=steps)
 
@@ -93,7 +93,7 @@ def _on_all(request: Request, operands: Operands) -> Template:
     if request.kind is OpKind.GATHER:
         kind, scratch = OpKind.ALLGATHER, _GATHERED
     is_root = operands[0] == request.root
-    step = Step(kind=kind, src=0, dst=made.result if is_root else 1, op=request.op)
+    step = TemplateStep(kind=kind, src=0, dst=made.result if is_root else 1, op=request.op)
     return replace(made, buffers=made.buffers if is_root else (_OPERAND, scratch), steps=(step,))
 
 
@@ -105,8 +105,8 @@ def _of_all(request: Request, operands: Operands) -> Template:
     made, (giver,) = _own(request, operands), spec.givers(rank, len(request.operands), request.root)
     gathered = len(made.buffers)
     steps = (
-        Step(kind=OpKind.ALLGATHER, src=0, dst=gathered),
-        Step(kind=Local.COPY, src=gathered, src_piece=giver, dst=made.dst),
+        TemplateStep(kind=OpKind.ALLGATHER, src=0, dst=gathered),
+        TemplateStep(kind=Local.COPY, src=gathered, src_piece=giver, dst=made.dst),
     )
     return replace(made, buffers=(*made.buffers, _GATHERED), steps=steps)
 
@@ -116,8 +116,8 @@ def _by_scatter(request: Request, operands: Operands) -> Template:
     scratch = (Buffer(role=Role.LIKE, source=0, scratch=True),) if operands[0] == 0 else ()
     at = 2 if scratch else -1
     steps = (
-        Step(kind=OpKind.REDUCE, src=0, dst=at, op=request.op, peer=0),
-        Step(kind=OpKind.SCATTER, src=at, dst=1, peer=0),
+        TemplateStep(kind=OpKind.REDUCE, src=0, dst=at, op=request.op, peer=0),
+        TemplateStep(kind=OpKind.SCATTER, src=at, dst=1, peer=0),
     )
     return replace(made, buffers=(*made.buffers, *scratch), steps=steps)
 

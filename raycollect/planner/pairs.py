@@ -30,11 +30,11 @@ from raycollect.core.operations import OPERATIONS
 from raycollect.planner.cost import FREE, Cost, HostLayout, Line, depth, launch, priced
 from raycollect.planner.ir import Part
 from raycollect.planner.membership import Membership
-from raycollect.planner.template import Buffer, Local, Role, Step, Template
+from raycollect.planner.template import Buffer, Local, Role, Template, TemplateStep
 
 _T = TypeVar("_T")
 
-Written = tuple[tuple[Step, ...], ...]
+Written = tuple[tuple[TemplateStep, ...], ...]
 """For each rank that takes part, ascending: its steps by some algorithm."""
 
 
@@ -42,18 +42,22 @@ class _StepWriter:
     """Collects the steps of all ranks."""
 
     def __init__(self, part: Part) -> None:
-        self._steps: dict[int, list[Step]] = {rank: [] for rank in part.ranks}
+        self._steps: dict[int, list[TemplateStep]] = {rank: [] for rank in part.ranks}
 
     def send(self, at: int, giver: int, src: tuple[int, int], taker: int, dst: tuple[int, int]) -> None:
         # The two are all that take part where there are only two.
         pair = (min(giver, taker), max(giver, taker)) if len(self._steps) > 2 else ()
-        self._steps[giver].append(Step(kind=OpKind.SEND, src=src[0], src_piece=src[1], peer=taker, ranks=pair, at=at))
-        self._steps[taker].append(Step(kind=OpKind.RECV, dst=dst[0], dst_piece=dst[1], peer=giver, ranks=pair, at=at))
+        self._steps[giver].append(
+            TemplateStep(kind=OpKind.SEND, src=src[0], src_piece=src[1], peer=taker, ranks=pair, at=at)
+        )
+        self._steps[taker].append(
+            TemplateStep(kind=OpKind.RECV, dst=dst[0], dst_piece=dst[1], peer=giver, ranks=pair, at=at)
+        )
 
     def copy(self, rank: int, src: tuple[int, int], dst: tuple[int, int]) -> None:
         """Copies in the launch of the rank's last step; in that of its first step where nothing came before."""
         self._steps[rank].append(
-            Step(kind=Local.COPY, src=src[0], src_piece=src[1], dst=dst[0], dst_piece=dst[1], at=_LAST)
+            TemplateStep(kind=Local.COPY, src=src[0], src_piece=src[1], dst=dst[0], dst_piece=dst[1], at=_LAST)
         )
 
     def written(self) -> Written:
@@ -63,7 +67,7 @@ class _StepWriter:
 _LAST = -1
 
 
-def _placed(steps: list[Step]) -> tuple[Step, ...]:
+def _placed(steps: list[TemplateStep]) -> tuple[TemplateStep, ...]:
     at = next((step.at for step in steps if step.at != _LAST), 0)
     placed = []
     for step in steps:

@@ -11,7 +11,7 @@ from raycollect.planner.cost import HostLayout
 from raycollect.planner.topology import BETWEEN, INSIDE, Link
 
 
-class Backend(Protocol):
+class PricedBackend(Protocol):
     """What a prediction depends on: `Capabilities`, as `raycollect.backends.get` returns it."""
 
     @property
@@ -43,7 +43,7 @@ class Cluster:
     ranks_per_host: int  # how many ranks on each
     inside: Link = INSIDE  # the link inside a host
     between: Link = BETWEEN  # the link between hosts, shared by the ranks of one host
-    backend: Backend  # such as ``raycollect.backends.get("tcp")``
+    backend: PricedBackend  # such as ``raycollect.backends.get("tcp")``
     # Whether elements have to be folded in rank order; None: where the backend promises it (`shm`; `tcp` on request,
     # and where each rank has a host of its own or all have one)
     bitwise: bool | None = None

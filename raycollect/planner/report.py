@@ -116,7 +116,7 @@ class Invoked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Methods:
+class MethodCalls:
     """A stage of a captured step: method calls with no collective between them."""
 
     calls: tuple[Invoked, ...]  # the calls, in order; those of different actors run at the same time
@@ -233,7 +233,7 @@ class StepExplanation(_Totals):
 
     calls: int  # how many calls there are, of methods and of collectives
     # In order: method calls, or the explanation of a plan; calls are numbered over the whole step
-    stages: tuple[Methods | Explanation, ...]
+    stages: tuple[MethodCalls | Explanation, ...]
     # For each stage, how many refs are its operands and arguments: they are the same in every run
     fixed: tuple[int, ...]
 
@@ -251,7 +251,7 @@ class StepExplanation(_Totals):
 
     def _body(self) -> Iterator[str]:
         for at, (stage, fixed) in enumerate(zip(self.stages, self.fixed, strict=True)):
-            if isinstance(stage, Methods):
+            if isinstance(stage, MethodCalls):
                 yield f"stage {at}: {counted(len(stage.calls), 'method call')}"
                 told = _method_lines(stage)
             else:
@@ -373,7 +373,7 @@ def _act_lines(acts: Sequence[tuple[Sequence[int], Sequence[str]]]) -> list[str]
     return lines + _more(acts, "parts of other ranks")
 
 
-def _method_lines(stage: Methods) -> list[str]:
+def _method_lines(stage: MethodCalls) -> list[str]:
     found: dict[str, list[Invoked]] = {}
     for call in stage.calls:
         found.setdefault(call.method, []).append(call)

@@ -9,7 +9,7 @@ from typing import Any
 
 from raycollect.core.model import OpKind
 from raycollect.core.operations import OPERATIONS, OperationSpec
-from raycollect.planner.template import Local, Step
+from raycollect.planner.template import Local, TemplateStep
 
 Symbol = tuple[Any, ...]
 """What was folded into a value, in the order of the fold: atoms (rank, piece), piece -1 where a rank gives one value,
@@ -39,7 +39,7 @@ class SymbolicRun:
     def __init__(
         self,
         ranks: tuple[int, ...],
-        steps: Sequence[tuple[Step, ...]],
+        steps: Sequence[tuple[TemplateStep, ...]],
         folds: Folds,
     ) -> None:
         self.memory: Memory = [{} for _ in ranks]
@@ -69,7 +69,7 @@ class SymbolicRun:
             return f"deadlocks at {[step.kind.value if step else 'end' for step in left]}"
         return ""
 
-    def _ready(self, place: int) -> Step | None:
+    def _ready(self, place: int) -> TemplateStep | None:
         steps, at = self._steps[place], self._at[place]
         return steps[at] if at < len(steps) else None
 
@@ -90,7 +90,7 @@ class SymbolicRun:
         launch.waiting = 0
         return self._together(launch)
 
-    def _enter(self, place: int, step: Step) -> _Launch:
+    def _enter(self, place: int, step: TemplateStep) -> _Launch:
         """The launch of a step; a rank is in one at a time."""
         rank, of = self._ranks[place], self._places
         key = (step.at, step.ranks)
@@ -107,7 +107,7 @@ class SymbolicRun:
         self._now[place] = step.at, launch
         return launch
 
-    def _pair(self, place: int, step: Step, launch: _Launch) -> Sequence[int]:
+    def _pair(self, place: int, step: TemplateStep, launch: _Launch) -> Sequence[int]:
         there = launch.of.get(step.peer, -1)
         other = self._ready(there) if there >= 0 and there != place else None
         if other is None or {step.kind, other.kind} != {OpKind.SEND, OpKind.RECV}:

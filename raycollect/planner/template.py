@@ -52,7 +52,7 @@ class Local(enum.Enum):
     No operand is written before it, so that either all ranks get their results, or all keep what they had."""
 
 
-class Step(Wire, frozen=True, kw_only=True):
+class TemplateStep(Wire, frozen=True, kw_only=True):
     """One kernel, over all tensors of its buffers."""
 
     src: int = -1  # the index of the buffer read; -1: none
@@ -70,16 +70,18 @@ class Step(Wire, frozen=True, kw_only=True):
 class Template(Wire, frozen=True, kw_only=True):
     """What one rank does for a request."""
 
-    steps: tuple[Step, ...]  # the kernels, in order, by the first of the part's algorithms
+    steps: tuple[TemplateStep, ...]  # the kernels, in order, by the first of the part's algorithms
     src: int = -1  # the index of the buffer that this rank gives; -1: none
     dst: int = -1  # the index of the buffer that it takes into, where that is not `src`; -1: none
     result: int = -1  # the index of the buffer with this rank's result; -1: none
-    others: tuple[tuple[Step, ...], ...] = ()  # the kernels by each other algorithm of the part, over the same buffers
+    others: tuple[
+        tuple[TemplateStep, ...], ...
+    ] = ()  # the kernels by each other algorithm of the part, over the same buffers
     boxes: bytes = b""  # of a reshard, what the rank packs and unpacks (`reshard.halves.Half`); else empty
     buffers: tuple[Buffer, ...]
 
     @property
-    def ways(self) -> tuple[tuple[Step, ...], ...]:
+    def ways(self) -> tuple[tuple[TemplateStep, ...], ...]:
         """The kernels by each algorithm."""
         return (self.steps, *self.others)
 

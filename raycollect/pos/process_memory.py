@@ -25,7 +25,7 @@ _STARTED = 19  # the field in /proc/<pid>/stat, counted from the state on
 _MOST_NBYTES = 64 << 20  # at a time: the interpreter may have a signal to handle
 
 
-class _Span(ctypes.Structure):
+class _IoVector(ctypes.Structure):
     _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
 
@@ -54,8 +54,8 @@ def read(pieces: Sequence[tuple[BufferRef, memoryview]]) -> None:
 
 
 def _read(pid: int, address: int, into: memoryview) -> int:
-    here = _Span(ctypes.addressof(ctypes.c_char.from_buffer(into)), into.nbytes)
-    there = _Span(address, into.nbytes)
+    here = _IoVector(ctypes.addressof(ctypes.c_char.from_buffer(into)), into.nbytes)
+    there = _IoVector(address, into.nbytes)
     count = int(_process_vm_readv()(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0))
     if count <= 0:
         number = ctypes.get_errno() if count else errno.EFAULT

@@ -21,10 +21,10 @@ from raycollect.core.user_line import user_line
 from raycollect.errors import UnrecordableCallError
 from raycollect.ray_bridge import submitted_calls
 from raycollect.ray_bridge.hooks import hook
-from raycollect.ray_bridge.submitted_calls import Recorder, recorder, recording
+from raycollect.ray_bridge.submitted_calls import CallRecorder, recorder, recording
 
 
-def begin(one: Recorder) -> Token[Recorder | None]:
+def begin(one: CallRecorder) -> Token[CallRecorder | None]:
     """Gives a recorder the calls of this thread, or asynchronous task, until `end` gets what this returns."""
     submitted_calls.see_calls()
     hook(RemoteFunction, "_remote", partial(_refusing, _task_name))
@@ -34,7 +34,7 @@ def begin(one: Recorder) -> Token[Recorder | None]:
     return recorder.set(one)
 
 
-def end(token: Token[Recorder | None]) -> None:
+def end(token: Token[CallRecorder | None]) -> None:
     """Ends `begin`."""
     with suppress(ValueError):  # another context, as a generator may be in: nothing is recorded there
         recorder.reset(token)

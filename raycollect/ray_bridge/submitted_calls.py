@@ -30,7 +30,7 @@ NOTHING = b""
 """In place of a call if plans need not wait for any."""
 
 
-class Recorder(Protocol):
+class CallRecorder(Protocol):
     """Takes the method calls of its thread or asynchronous task.
 
     Attributes:
@@ -46,7 +46,7 @@ class Recorder(Protocol):
         """Takes a call and returns its result; `submit` passes the call to Ray, whose function takes `options`."""
 
 
-recorder: ContextVar[Recorder | None] = ContextVar("raycollect_recorder", default=None)
+recorder: ContextVar[CallRecorder | None] = ContextVar("raycollect_recorder", default=None)
 
 
 class SubmittedCalls:
@@ -153,7 +153,7 @@ def watch(handle: Any) -> SubmittedCalls | None:
         return found
 
 
-def recording() -> Recorder | None:
+def recording() -> CallRecorder | None:
     """The recorder of this thread's calls; None if they go to Ray."""
     found = recorder.get()
     return found if found is not None and found.is_here() else None

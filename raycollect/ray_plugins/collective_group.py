@@ -88,8 +88,8 @@ class CollectiveGroup(BaseGroup):
     def _single(self, op: str, tensors: Sequence[Any]) -> Any:
         """The only tensor or list; its arrays can be written."""
         if len(tensors) != 1:
-            found, expected = f"{len(tensors)} tensors per rank", "one, or raycollect's *_multigpu on backend 'nccl'"
-            violation = Violation(kind="unsupported", rank=self.rank, field="tensors", found=found, expected=expected)
+            actual, expected = f"{len(tensors)} tensors per rank", "one, or raycollect's *_multigpu on backend 'nccl'"
+            violation = Violation(kind="unsupported", rank=self.rank, field="tensors", found=actual, expected=expected)
             raise refusal(op, name_of(self._group), (violation,))
         (only,) = tensors
         return [_writable(tensor) for tensor in only] if isinstance(only, list) else _writable(only)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import ray
 
-from raycollect.captured.step_values import Fixed, Returned
+from raycollect.captured.step_values import Fixed, ReturnedValues
 from raycollect.driver import values
 from raycollect.driver.pending import Pending, plain
 from raycollect.ray_bridge import recorded_calls
@@ -51,7 +51,7 @@ def run_eagerly(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
             return Fixed(partial(plain, value.value))
         return Fixed(partial(values.get, value) if isinstance(value, (ray.ObjectRef, Pending)) else lambda: value)
 
-    return Returned.of(returned, read).fill((), {})
+    return ReturnedValues.of(returned, read).fill((), {})
 
 
 class EndedRun:

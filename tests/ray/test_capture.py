@@ -12,7 +12,7 @@ import ray
 import raycollect as col
 from raycollect import errors
 from raycollect.channel.doorbell import IN_FLIGHT, INLINE_NBYTES
-from raycollect.channel.messages import Run
+from raycollect.channel.messages import BeginRun
 from raycollect.driver.controller import Controller
 from raycollect.driver.participant_link import ParticipantLink
 from tests.support.actors import Worker, found, hold, spread
@@ -27,7 +27,7 @@ def mailed(monkeypatch):
     sent, send = [], ParticipantLink.send
 
     def counted(self, message):
-        if isinstance(message, Run):
+        if isinstance(message, BeginRun):
             sent.append(message)
         return send(self, message)
 

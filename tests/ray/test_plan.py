@@ -11,7 +11,7 @@ from raycollect.errors import (
     BatchError,
     CollectiveTimeoutError,
 )
-from raycollect.planner.report import Explanation, Methods
+from raycollect.planner.report import Explanation, MethodCalls
 from tests.support.actor_pool import reusable
 from tests.support.actors import Buffers, Worker, wait_in
 
@@ -165,8 +165,8 @@ def test_stages_are_methods_and_plans_in_order(trainers):
     found = step.plan()
 
     first, plan, last = found.stages
-    assert isinstance(first, Methods)
-    assert isinstance(last, Methods)
+    assert isinstance(first, MethodCalls)
+    assert isinstance(last, MethodCalls)
     assert [(one.call, one.method) for one in first.calls] == [(0, "gradient"), (1, "gradient")]
     assert [(row.call, row.op, row.nbytes, row.dtypes) for row in plan.rows] == [
         (2, "allreduce sum", 800, ("float64",))

@@ -102,7 +102,7 @@ class Unused(Message, frozen=True, kw_only=True):
     keys: list[bytes]
 
 
-class Run(Message, frozen=True, kw_only=True):
+class BeginRun(Message, frozen=True, kw_only=True):
     """Do run `seq` of a capture, with these arguments, after plan `predecessor`; answered by `Ran` or `Done`.
 
     `after` is the task of the preceding method call; empty: none; `UNKNOWN_TASK`: an actor task reports when the run

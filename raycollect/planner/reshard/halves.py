@@ -36,7 +36,7 @@ class Copy(NamedTuple):
     dst: LocalBoxes
 
 
-class BoxRound(NamedTuple):
+class PlannedBoxRound(NamedTuple):
     """One exchange of messages among all ranks that take part."""
 
     most: int  # the bytes of the largest message of any rank
@@ -57,7 +57,7 @@ class Half(Wire, frozen=True, kw_only=True):
     itemsizes: tuple[int, ...]  # for each name, of what travels
     dtypes: tuple[str, ...]  # the same, the element type
     copies: tuple[Copy, ...]
-    rounds: tuple[BoxRound, ...]
+    rounds: tuple[PlannedBoxRound, ...]
 
     def nbytes(self, boxes: LocalBoxes) -> int:
         """The bytes of a transfer of these boxes; of a sum, those of one addend."""

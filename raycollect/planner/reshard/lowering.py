@@ -12,7 +12,7 @@ from raycollect.planner.reshard.proof import problem_of
 from raycollect.planner.reshard.request import Reshard
 from raycollect.planner.reshard.rounds import halves_of
 from raycollect.planner.reshard.routes import routes
-from raycollect.planner.template import Buffer, Local, Role, Step, Template
+from raycollect.planner.template import Buffer, Local, Role, Template, TemplateStep
 
 
 def reshard_violations(request: Request, reshard: Reshard) -> tuple[Violation, ...]:
@@ -65,10 +65,10 @@ def _template(request: Request, operands: Operands, half: bytes, *, takes: bool)
     if takes and (held < 0 or not request.inplace or request.snapshot):
         buffers.append(Buffer(role=Role.LAID, source=held, scratch=request.snapshot and held >= 0))
     taken = result = len(buffers) - 1 if takes else -1
-    steps = [Step(kind=OpKind.ALLTOALL, src=given, dst=taken)]
+    steps = [TemplateStep(kind=OpKind.ALLTOALL, src=given, dst=taken)]
     if request.snapshot:
-        steps.append(Step(kind=Local.COMMIT))
+        steps.append(TemplateStep(kind=Local.COMMIT))
         if held >= 0:
-            steps.append(Step(kind=Local.COPY, src=taken, dst=held))
+            steps.append(TemplateStep(kind=Local.COPY, src=taken, dst=held))
             result = held
     return Template(buffers=tuple(buffers), steps=tuple(steps), src=given, dst=taken, result=result, boxes=half)

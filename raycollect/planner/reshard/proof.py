@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 from raycollect.planner.boxes import Box, BoxIndex, Point, common, extent, is_inside, moved, volume, words
 from raycollect.planner.layout import ITEMSIZES, Region, Regions
-from raycollect.planner.reshard.halves import BoxRound, Copy, Half, LocalBoxes
+from raycollect.planner.reshard.halves import Copy, Half, LocalBoxes, PlannedBoxRound
 from raycollect.planner.reshard.request import Form, Reshard
 from raycollect.planner.reshard.rounds import ROUND_NBYTES
 
 
-class _WrongError(Exception):
+class _WrongHalfError(Exception):
     """What is wrong with the halves."""
 
 
@@ -56,7 +56,7 @@ def problem_of(reshard: Reshard, halves: Mapping[int, Half]) -> str:
     """What is wrong with the halves; empty where they are proven."""
     try:
         _Proof(reshard, halves).run()
-    except _WrongError as exc:
+    except _WrongHalfError as exc:
         return str(exc)
     return ""
 
@@ -88,14 +88,14 @@ class _Proof:
 
     def run(self) -> None:
         if set(self._halves) != set(self._reshard.ranks):
-            raise _WrongError(f"has halves of ranks {sorted(self._halves)}, not of {list(self._reshard.ranks)}")
+            raise _WrongHalfError(f"has halves of ranks {sorted(self._halves)}, not of {list(self._reshard.ranks)}")
         self._check_dtypes()
         for rank, half in self._halves.items():
             if half.copies:
                 self._arrived[rank].append(self._copies(rank, half.copies))
         counts = {len(half.rounds) for half in self._halves.values()}
         if len(counts) > 1:
-            raise _WrongError(f"has between {min(counts)} and {max(counts)} rounds on its ranks")
+            raise _WrongHalfError(f"has between {min(counts)} and {max(counts)} rounds on its ranks")
         for number in range(counts.pop()):
             self._round({rank: half.rounds[number] for rank, half in self._halves.items()})
         proven = set[tuple[int, ...]]()
@@ -110,7 +110,7 @@ class _Proof:
         itemsizes = tuple(ITEMSIZES[dtype] for dtype in dtypes)
         for rank, half in self._halves.items():
             if (half.dtypes, half.itemsizes) != (dtypes, itemsizes):
-                raise _WrongError(f"reads messages as {half.dtypes} on rank {rank}, not as {dtypes}")
+                raise _WrongHalfError(f"reads messages as {half.dtypes} on rank {rank}, not as {dtypes}")
 
     def _copies(self, rank: int, copies: Sequence[Copy]) -> _Messages:
         src, dst = self._held(rank, is_dst=False), self._held(rank, is_dst=True)
@@ -119,14 +119,14 @@ class _Proof:
             pairs = [(self._message(rank, src, one.src), self._message(rank, dst, one.dst)) for one in copies]
             for gives, takes in pairs:
                 if gives.named != takes.named or gives.part or gives.form.src.parts > 1:
-                    raise _WrongError(f"copies {_words(gives.named)} to {_words(takes.named)} on rank {rank}")
+                    raise _WrongHalfError(f"copies {_words(gives.named)} to {_words(takes.named)} on rank {rank}")
             self._copied[key] = tuple(takes for _, takes in pairs)
         return self._copied[key]
 
-    def _round(self, rounds: Mapping[int, BoxRound]) -> None:
+    def _round(self, rounds: Mapping[int, PlannedBoxRound]) -> None:
         for rank, one in rounds.items():
             if len(one.takers) != len(one.gives) or len(one.givers) != len(one.takes):
-                raise _WrongError(f"has columns of different lengths on rank {rank}")
+                raise _WrongHalfError(f"has columns of different lengths on rank {rank}")
         sent: _Sent = defaultdict(lambda: defaultdict(list))
         nbytes = defaultdict[int, dict[int, int]](lambda: defaultdict(int))
         addends: dict[tuple[int, int, int], int] = {}  # (giver, taker, which of its messages) -> which addend it is
@@ -143,10 +143,10 @@ class _Proof:
                 sizes[taker] += size
         taken = self._taken(rounds, addends)
         if sent != taken:
-            raise _WrongError(_unlike(sent, taken))
+            raise _WrongHalfError(_unlike(sent, taken))
         self._check_sizes(rounds, nbytes)
 
-    def _taken(self, rounds: Mapping[int, BoxRound], addends: Mapping[tuple[int, int, int], int]) -> _Sent:
+    def _taken(self, rounds: Mapping[int, PlannedBoxRound], addends: Mapping[tuple[int, int, int], int]) -> _Sent:
         found: _Sent = defaultdict(lambda: defaultdict(list))
         takers = {rank: one for rank, one in rounds.items() if one.takes}
         for rank, one in takers.items():
@@ -160,7 +160,7 @@ class _Proof:
                     parts.append(addends.get((giver, rank, len(boxes)), 0) if addends else 0)
                     boxes.append(named)
                 if parts not in (_PASSED_ON, _VALUE if form.src.parts == 1 else list(range(form.src.parts))):
-                    raise _WrongError(f"adds up addends {parts} of {form.src.parts} on rank {rank}")
+                    raise _WrongHalfError(f"adds up addends {parts} of {form.src.parts} on rank {rank}")
         return found
 
     def _check_passed_on(self, rank: int, messages: _Messages) -> None:
@@ -171,7 +171,7 @@ class _Proof:
             there = [other.named for other in arrived if (other.form, other.region) == (one.form, one.region)]
             shared = [common(one.named, other) for other in there]
             if sum(volume(box) for box in shared if box is not None) != volume(one.named):
-                raise _WrongError(f"passes on {_words(one.named)} from rank {rank}, which has not received it")
+                raise _WrongHalfError(f"passes on {_words(one.named)} from rank {rank}, which has not received it")
 
     def _held(self, rank: int, *, is_dst: bool) -> _Held:
         side = self._dst if is_dst else self._src
@@ -195,7 +195,7 @@ class _Proof:
         first, last = boxes.first, boxes.first + boxes.names
         place, form = self._forms[first] if 0 <= first < len(self._forms) else (-1, None)
         if form is None or not first < last <= form.first + form.count:
-            raise _WrongError(f"moves names {first} to {last}, which are not of one form")
+            raise _WrongHalfError(f"moves names {first} to {last}, which are not of one form")
         local = _local_box(boxes.at, boxes.size)
         for number, one in enumerate(held.regions[place]):
             if is_inside(local, _local_box(one.at, extent(one.bounds))):
@@ -204,7 +204,7 @@ class _Proof:
                 named = self._boxes.setdefault(named, named)  # one object at both ends, which is quick to compare
                 part = -1 if held.is_dst else one.part
                 return _Message(form, named, part, number, volume(named) * form.itemsize)
-        raise _WrongError(f"uses {words(local)} of a local tensor of rank {rank}, which is in no region")
+        raise _WrongHalfError(f"uses {words(local)} of a local tensor of rank {rank}, which is in no region")
 
     def _check_regions(self, rank: int, held: _Held) -> None:
         arrived: dict[tuple[Form, int], list[Box]] = {}
@@ -217,13 +217,13 @@ class _Proof:
                 boxes = arrived.get((form, number), [])
                 if sum(map(volume, boxes)) != volume(whole) or BoxIndex(boxes).clash() is not None:
                     name = self._reshard.names[form.first]
-                    raise _WrongError(f"does not write {words(region.bounds)} of {name!r} once on rank {rank}")
+                    raise _WrongHalfError(f"does not write {words(region.bounds)} of {name!r} once on rank {rank}")
 
-    def _check_sizes(self, rounds: Mapping[int, BoxRound], pairs: Mapping[int, Mapping[int, int]]) -> None:
+    def _check_sizes(self, rounds: Mapping[int, PlannedBoxRound], pairs: Mapping[int, Mapping[int, int]]) -> None:
         most = max((nbytes for takers in pairs.values() for nbytes in takers.values()), default=0)
         said = {one.most for one in rounds.values()}
         if said != {most}:
-            raise _WrongError(f"says that its largest message has {said} bytes, not {most}")
+            raise _WrongHalfError(f"says that its largest message has {said} bytes, not {most}")
         received = defaultdict[int, int](int)
         for takers in pairs.values():
             for taker, nbytes in takers.items():
@@ -233,7 +233,7 @@ class _Proof:
             is_single = len(one.takes) == 1 and max(one.takes[0].size, default=1) == 1
             sent = sum(pairs[rank].values()) if rank in pairs else 0
             if max(sent, 0 if is_single else received[rank]) > ROUND_NBYTES:
-                raise _WrongError(f"moves more than {ROUND_NBYTES} bytes of rank {rank} in a round")
+                raise _WrongHalfError(f"moves more than {ROUND_NBYTES} bytes of rank {rank} in a round")
 
 
 def _local_box(at: Point, size: Point) -> Box:

@@ -9,7 +9,7 @@ from operator import add, sub
 from typing import Any, NamedTuple
 
 from raycollect.planner.boxes import Box, extent, halved, volume
-from raycollect.planner.reshard.halves import BoxRound, Copy, Half, LocalBoxes
+from raycollect.planner.reshard.halves import Copy, Half, LocalBoxes, PlannedBoxRound
 from raycollect.planner.reshard.request import LocalTensor, Named, Reshard, local_tensors
 from raycollect.planner.reshard.routes import Routes, Transfer
 
@@ -127,19 +127,21 @@ class _Packer:
                     columns[taker][2].append(givers)
                     columns[taker][3].append(dst)
 
-    def written(self, ranks: Sequence[int]) -> dict[int, tuple[BoxRound, ...]]:
-        found: dict[int, list[BoxRound]] = {rank: [] for rank in ranks}
+    def written(self, ranks: Sequence[int]) -> dict[int, tuple[PlannedBoxRound, ...]]:
+        found: dict[int, list[PlannedBoxRound]] = {rank: [] for rank in ranks}
         known: _Known = {}
         for passes_on, columns, pairs in self._rounds:
             most = max(pairs.values())
-            idle = BoxRound(most, False, (), (), (), ())
+            idle = PlannedBoxRound(most, False, (), (), (), ())
             for rank, rounds in found.items():
                 if rank not in columns:
                     rounds.append(idle)
                     continue
                 takers, gives, givers, takes = columns[rank]
                 there, here = _shared(known, gives), _shared(known, takes)
-                rounds.append(BoxRound(most, passes_on and bool(gives), tuple(takers), there, tuple(givers), here))
+                rounds.append(
+                    PlannedBoxRound(most, passes_on and bool(gives), tuple(takers), there, tuple(givers), here)
+                )
         return {rank: tuple(rounds) for rank, rounds in found.items()}
 
 

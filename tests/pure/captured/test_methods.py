@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import ray
 
-from raycollect.channel.messages import Abort, Arrivals, Done, Forget, Ran, Run
+from raycollect.channel.messages import Abort, Arrivals, BeginRun, Done, Forget, Ran
 from raycollect.core.model import TENSOR, Address, Key, task_key
 from raycollect.engine.step_program import CAPTURES
 from raycollect.engine.value_codec import pack_values, unpack_values
@@ -327,8 +327,8 @@ def _echo() -> Script:
     return script
 
 
-def _run(seq: int, predecessor: int, *arguments: Any) -> Run:
-    return Run(capture=CAPTURE, seq=seq, predecessor=predecessor, payload=pack_values(arguments), after=b"")
+def _run(seq: int, predecessor: int, *arguments: Any) -> BeginRun:
+    return BeginRun(capture=CAPTURE, seq=seq, predecessor=predecessor, payload=pack_values(arguments), after=b"")
 
 
 def _result(message: Any) -> tuple[Any, ...]:

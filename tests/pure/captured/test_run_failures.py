@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from raycollect.channel.messages import Abort, Forget, Look, Run
+from raycollect.channel.messages import Abort, BeginRun, Forget, Look
 from raycollect.core.deadline import Deadline
 from raycollect.core.model import Key, OpKind
 from raycollect.driver import stall_report
@@ -116,7 +116,7 @@ def test_groups_are_looked_at_before_anything_is_sent(fleet: Fleet) -> None:
     with pytest.raises(CaptureBrokenError, match=r"(?s)destroyed, or its members have changed.*capture the step again"):
         fleet.begin()
     assert not fleet.bell.rung
-    assert all(type(one) is not Run for peer in fleet.peers if peer.link for one in said(peer))
+    assert all(type(one) is not BeginRun for peer in fleet.peers if peer.link for one in said(peer))
 
 
 def test_a_run_that_can_not_be_sent_to_all(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

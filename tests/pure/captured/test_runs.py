@@ -10,7 +10,7 @@ import pytest
 
 from raycollect.captured.step import CapturedRun
 from raycollect.channel.doorbell import IN_FLIGHT
-from raycollect.channel.messages import Arrivals, Arrive, Ran, Run, Stuck
+from raycollect.channel.messages import Arrivals, Arrive, BeginRun, Ran, Stuck
 from raycollect.core.model import TASK_NBYTES, UNKNOWN_TASK
 from raycollect.driver.controller import Controller
 from raycollect.driver.participant_link import ParticipantLink
@@ -70,11 +70,11 @@ def test_oversized_runs_use_the_channel(controller: Controller) -> None:
     fleet = Fleet(controller, slots=(0, -1, 1, -1))
     long = bytes(SHORT + 1)
     tracker = fleet.begin(b"a", b"b", long, long)
-    assert [[type(one) for one in said(peer)] for peer in fleet.peers] == [[], [Run], [Run], [Run]]
+    assert [[type(one) for one in said(peer)] for peer in fleet.peers] == [[], [BeginRun], [BeginRun], [BeginRun]]
     assert sorted(fleet.bell.rung) == [(0, 1), (1, 1)]
     short = fleet.begin(b"a", b"b", b"c", b"d")
     sent = [said(peer) for peer in fleet.peers]
-    assert sent[3] == [Run(capture=CAPTURE, seq=short.seq, predecessor=tracker.seq, payload=b"d", after=b"")]
+    assert sent[3] == [BeginRun(capture=CAPTURE, seq=short.seq, predecessor=tracker.seq, payload=b"d", after=b"")]
     assert [len(one) for one in sent] == [0, 1, 0, 1]
     for at in (1, 2, 3):
         fleet.tell(at, Ran(seq=tracker.seq, payload=b""))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raycollect.captured.step import Capture
-from raycollect.captured.step_values import MISSING, Parameters, Returned
+from raycollect.captured.step_values import MISSING, Parameters, ReturnedValues
 from raycollect.driver.pending import Argument
 from raycollect.engine.step_program import Given
 from raycollect.engine.value_codec import pack_value, unpack_values
@@ -63,7 +63,7 @@ def test_a_structure_comes_back_as_it_was_asked_for(seed: int) -> None:
         return (asked, come) if kind == "list" else (tuple(asked), tuple(come))
 
     asked, expected = build(rng.randrange(5))
-    returned = Returned.of(asked, read)
+    returned = ReturnedValues.of(asked, read)
     given = returned.given({"rate": 0.25, "other": 1})
     assert given in ({}, {"rate": 0.25})
     assert returned.given({}) in ({}, {"rate": 0.5})

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from raycollect.channel import DataLink, Hub, Link, Server
+from raycollect.channel import ControlLink, DataLink, Hub, Server
 from raycollect.channel.messages import Failed, Fetch, Fetched, Free, Freed, Message
 from raycollect.core.model import Address
 from raycollect.errors import ChannelError
@@ -25,23 +25,23 @@ HOST = "127.0.0.1"
 class Party:
     """A handler that puts what it is told into queues, and may answer."""
 
-    def __init__(self, answer: Callable[[Link, Message], None] | None = None) -> None:
-        self.links: queue.Queue[Link] = queue.Queue()
+    def __init__(self, answer: Callable[[ControlLink, Message], None] | None = None) -> None:
+        self.links: queue.Queue[ControlLink] = queue.Queue()
         self.messages: queue.Queue[Message] = queue.Queue()
         self.reasons: queue.Queue[ChannelError] = queue.Queue()
         self.answer = answer
         self.value = memoryview(b"")
         self.release = threading.Event()
 
-    def opened(self, link: Link) -> None:
+    def opened(self, link: ControlLink) -> None:
         self.links.put(link)
 
-    def received(self, link: Link, message: Message) -> None:
+    def received(self, link: ControlLink, message: Message) -> None:
         self.messages.put(message)
         if self.answer is not None:
             self.answer(link, message)
 
-    def closed(self, link: Link, reason: ChannelError) -> None:
+    def closed(self, link: ControlLink, reason: ChannelError) -> None:
         self.reasons.put(reason)
 
     def serve_data(self, link: DataLink) -> None:
@@ -57,7 +57,7 @@ class Party:
                 link.send(Failed(error={}))
 
 
-def echo(link: Link, message: Message) -> None:
+def echo(link: ControlLink, message: Message) -> None:
     link.send(message)
 
 
@@ -72,7 +72,7 @@ class Rig:
         self.servers.append(Server(HOST, SECRET, party))
         return self.servers[-1].address
 
-    def connect(self, address: Address, party: Party, hello: dict[str, Any] | None = None) -> Link:
+    def connect(self, address: Address, party: Party, hello: dict[str, Any] | None = None) -> ControlLink:
         return self.hub.connect(address, hello or {}, party, LIMIT_S)
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from raycollect.backends.shm import segment
-from raycollect.channel import DataClient, Hub, Link
+from raycollect.channel import ControlLink, DataClient, Hub
 from raycollect.channel.messages import (
     MESSAGES,
     Done,
@@ -145,10 +145,10 @@ class Caller:
     def __init__(self) -> None:
         self.events: queue.Queue[Any] = queue.Queue()
 
-    def received(self, link: Link, message: Message) -> None:
+    def received(self, link: ControlLink, message: Message) -> None:
         self.events.put(message)
 
-    def closed(self, link: Link, reason: ChannelError) -> None:
+    def closed(self, link: ControlLink, reason: ChannelError) -> None:
         self.events.put(reason)
 
     def hear(self, *kinds: type) -> Any:
@@ -179,7 +179,7 @@ def hub() -> Iterator[Hub]:
     started.close()
 
 
-def drive(participant: Participant, hub: Hub) -> tuple[Caller, Link]:
+def drive(participant: Participant, hub: Hub) -> tuple[Caller, ControlLink]:
     """Becomes its controller, as soon as the one before is gone."""
     for _ in range(1000):
         caller = Caller()

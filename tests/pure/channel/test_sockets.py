@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from raycollect.channel import DataClient, Link, Server, endpoint, server
+from raycollect.channel import ControlLink, DataClient, Server, endpoint, server
 from raycollect.channel.messages import Abort, Arrive, Bye, Message, Publish
 from raycollect.channel.stream import SocketStream, open_stream
 from raycollect.core.model import Address
@@ -54,7 +54,7 @@ def test_the_end_is_told_to_both_once(rig: Rig, closer: str) -> None:
 
 
 def test_last_words_arrive_before_the_end_even_over_unread_input(rig: Rig) -> None:
-    def refuse(link: Link, message: Message) -> None:
+    def refuse(link: ControlLink, message: Message) -> None:
         if message == Bye():
             link.send(Abort(seq=9, reason="refused"))
             link.close()

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from raycollect.channel.doorbell import Entry
-from raycollect.channel.messages import Message, Ran, Run
+from raycollect.channel.messages import BeginRun, Message, Ran
 from raycollect.core import threads
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.step_runner import StepRunner
@@ -127,7 +127,7 @@ class Bench:
 
     def run(self, seq: int, predecessor: int, *arguments: Any) -> None:
         """A run over the channel."""
-        message = Run(capture=CAPTURE, seq=seq, predecessor=predecessor, payload=pack_values(arguments), after=b"")
+        message = BeginRun(capture=CAPTURE, seq=seq, predecessor=predecessor, payload=pack_values(arguments), after=b"")
         assert self.captured.received(message)
 
     def heard(self, *seqs: int) -> None:

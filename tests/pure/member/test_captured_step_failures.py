@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from raycollect.channel.messages import Gone, Joined, Run
+from raycollect.channel.messages import BeginRun, Gone, Joined
 from raycollect.core.model import OpKind
 from raycollect.core.protocols import Launch
 from raycollect.engine.value_codec import pack_values
@@ -149,7 +149,7 @@ def test_unexpected_failure_becomes_internal_error(bench: MakeBench, monkeypatch
 
 def test_malformed_arguments_fail_the_run(bench: MakeBench) -> None:
     one = bench()
-    one.captured.received(Run(capture=CAPTURE, seq=1, predecessor=0, payload=b"\xc1", after=b""))
+    one.captured.received(BeginRun(capture=CAPTURE, seq=1, predecessor=0, payload=b"\xc1", after=b""))
     one.heard(1)
     assert isinstance(one.failed[1], ProtocolError)
 
@@ -188,7 +188,7 @@ def test_closing_while_it_is_idle(bench: MakeBench, by_bell: bool) -> None:
     one.captured.close("closed")
     one.captured.close("again")
     _ended(one)
-    message = Run(capture=CAPTURE, seq=1, predecessor=0, payload=b"", after=b"")
+    message = BeginRun(capture=CAPTURE, seq=1, predecessor=0, payload=b"", after=b"")
     assert not one.captured.received(message), "nobody would do it"
     one.captured.run_now(2, 0, b"")
     assert one.failed[2].detail == "closed"  # type: ignore[attr-defined]

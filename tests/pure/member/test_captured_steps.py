@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raycollect.channel.messages import Run
+from raycollect.channel.messages import BeginRun
 from raycollect.core.model import Segment
 from raycollect.engine.value_codec import pack_values
 from raycollect.errors import CaptureError
@@ -31,7 +31,7 @@ def test_oversized_arguments_use_the_channel(bench: MakeBench, rung_first: bool)
         with one.post.changed:  # the thread sees both at once
             number = one.post.ring(1, 0, None)
             payload = pack_values(["long"])
-            one.captured._arrived.append(Run(capture=CAPTURE, seq=1, predecessor=0, payload=payload, after=b""))
+            one.captured._arrived.append(BeginRun(capture=CAPTURE, seq=1, predecessor=0, payload=payload, after=b""))
             with one.captured._changed:
                 one.captured._changed.notify_all()
     assert one.answered(number) == ("long",)

@@ -17,7 +17,7 @@ import pytest
 import raycollect
 from raycollect import backends
 from raycollect.backends.capabilities import Capabilities
-from raycollect.channel import Hub, Link
+from raycollect.channel import ControlLink, Hub
 from raycollect.channel.messages import (
     Abort,
     Done,
@@ -139,9 +139,9 @@ class Driver:
         self.ends: SimpleQueue[tuple[int, Done]] = SimpleQueue()
         self._lock = threading.Lock()
         self._hub = hub
-        self.links: list[Link] = [self.connect(rank) for rank in range(len(members))]
+        self.links: list[ControlLink] = [self.connect(rank) for rank in range(len(members))]
 
-    def connect(self, rank: int) -> Link:
+    def connect(self, rank: int) -> ControlLink:
         """Leases a participant."""
         hello = {"controller": "me", "description": "a test"}
         link = self._hub.connect(self.group.members[rank].address, hello, _End(self, rank), WAIT_S)
@@ -202,10 +202,10 @@ class _End:
     def __init__(self, driver: Driver, rank: int) -> None:
         self.driver, self.rank = driver, rank
 
-    def received(self, link: Link, message: Message) -> None:
+    def received(self, link: ControlLink, message: Message) -> None:
         self.driver.received(self.rank, message)
 
-    def closed(self, link: Link, reason: ChannelError) -> None:
+    def closed(self, link: ControlLink, reason: ChannelError) -> None:
         self.driver.told[self.rank].put(reason)
 
 

@@ -14,7 +14,7 @@ import pytest
 import raycollect
 from raycollect.observe import Counters
 from raycollect.observe.counters import MOST_PAIRS, OTHER
-from raycollect.observe.metrics import ENVIRONMENT_VARIABLE, EVERY_S, METRICS, TAGS, Publisher, publish
+from raycollect.observe.metrics import ENVIRONMENT_VARIABLE, EVERY_S, METRICS, TAGS, MetricsPublisher, publish
 
 DOCS = Path(raycollect.__file__).parents[1] / "docs"
 
@@ -46,7 +46,7 @@ class Process:
         self.is_connected = True
         self.meters = Meters()
         self.counters = Counters()
-        self.publisher = Publisher(self.counters, lambda: self.meters, lambda: self.is_connected)
+        self.publisher = MetricsPublisher(self.counters, lambda: self.meters, lambda: self.is_connected)
         self.wakes = 0
         self.counters.publish = self._wake
         self.tally = self.counters.of("g", "allreduce")

@@ -8,7 +8,7 @@ from raycollect.backends.capabilities import BUILT_IN
 from raycollect.core.model import GroupSpec, OpKind, ReduceOp, TensorInfo
 from raycollect.planner import Link, Made, Membership, Request, Topology, plan
 from raycollect.planner.explain import explain, explain_step
-from raycollect.planner.report import Invoked, Methods
+from raycollect.planner.report import Invoked, MethodCalls
 from tests.support.values import replace
 
 
@@ -122,7 +122,7 @@ def on(device, size, library="cupy"):
 def methods(first, *names, after=()):
     """A call of each method of each of some actors."""
     each = [(f"Trainer<{at}>", name) for name, count in names for at in range(count)]
-    return Methods(
+    return MethodCalls(
         calls=tuple(
             Invoked(call=first + at, actor=actor, method=name, after=after if at < names[0][1] else ())
             for at, (actor, name) in enumerate(each)

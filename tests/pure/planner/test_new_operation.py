@@ -51,7 +51,7 @@ def neighbour_exchange_refs(
 ) -> Any:
     """Gives every rank the tensor of the rank before it; rank 0 gets that of the last one."""
     refs: dict[str, Any] = {"tensor_refs": tensor_refs, "output_refs": output_refs}
-    return known_calls.run(OpKind.NEIGHBOUR_EXCHANGE, group_name, timeout_s, async_op=async_op, **refs)
+    return run(OpKind.NEIGHBOUR_EXCHANGE, group_name, timeout_s, async_op=async_op, **refs)
 
 
 ''',

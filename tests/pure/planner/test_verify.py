@@ -10,7 +10,7 @@ import pytest
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.core.operations import PREFIXES
 from raycollect.errors import InternalError
-from raycollect.planner import Link, Local, Request, Role, Step, plan_part
+from raycollect.planner import Link, Local, Request, Role, TemplateStep, plan_part
 from raycollect.planner.ir import Part
 from raycollect.planner.template import Buffer, Template
 from raycollect.planner.verify import verify
@@ -37,12 +37,12 @@ def with_template(made: Part, rank: int, template: Template) -> Part:
     return replace(made, templates=(*made.templates, template), parts=parts)
 
 
-def with_steps(made: Part, rank: int, steps: Sequence[Step]) -> Part:
+def with_steps(made: Part, rank: int, steps: Sequence[TemplateStep]) -> Part:
     """The plan with other steps for one rank."""
     return with_template(made, rank, replace(made.template(rank), steps=tuple(steps)))
 
 
-def _everywhere(made: Part, change: Callable[[Step], tuple[Step, ...]]) -> Part:
+def _everywhere(made: Part, change: Callable[[TemplateStep], tuple[TemplateStep, ...]]) -> Part:
     """The plan with each step replaced."""
     templates = (replace(t, steps=tuple(new for step in t.steps for new in change(step))) for t in made.templates)
     return replace(made, templates=tuple(templates))
@@ -243,15 +243,17 @@ def _bad(request: Request, *templates: Template, parts: tuple[int, ...] | None =
     return Part(request=request, templates=templates, parts=chosen)
 
 
-def _template(*steps: Step, buffers: tuple[Buffer, ...] = (OPERAND,), src: int = 0, result: int = 0) -> Template:
+def _template(
+    *steps: TemplateStep, buffers: tuple[Buffer, ...] = (OPERAND,), src: int = 0, result: int = 0
+) -> Template:
     return Template(buffers=buffers, steps=steps, src=src, result=result)
 
 
-SUM = Step(kind=OpKind.ALLREDUCE, src=0, dst=0, op=ReduceOp.SUM)
+SUM = TemplateStep(kind=OpKind.ALLREDUCE, src=0, dst=0, op=ReduceOp.SUM)
 OUTPUT = Buffer(role=Role.LIKE, source=0)
 BAD: dict[str, tuple[Part, str]] = {
     "a step too many on one rank": (
-        _bad(allreduce(3), _template(SUM), _template(SUM, Step(kind=OpKind.BARRIER)), parts=(0, 0, 1)),
+        _bad(allreduce(3), _template(SUM), _template(SUM, TemplateStep(kind=OpKind.BARRIER)), parts=(0, 0, 1)),
         "deadlock",
     ),
     "a reduction where a broadcast is meant": (_bad(broadcast(3), _template(SUM)), "leaves"),
@@ -262,29 +264,31 @@ BAD: dict[str, tuple[Part, str]] = {
     "an output is read before it is written": (
         _bad(
             allreduce(3, inplace=False),
-            _template(Step(kind=OpKind.ALLREDUCE, src=1, dst=1, op=ReduceOp.SUM), buffers=(OPERAND, OUTPUT), result=1),
+            _template(
+                TemplateStep(kind=OpKind.ALLREDUCE, src=1, dst=1, op=ReduceOp.SUM), buffers=(OPERAND, OUTPUT), result=1
+            ),
         ),
         r"leaves \(\)",
     ),
-    "a barrier claims a result": (_bad(barrier(2), _template(Step(kind=OpKind.BARRIER))), "leaves"),
+    "a barrier claims a result": (_bad(barrier(2), _template(TemplateStep(kind=OpKind.BARRIER))), "leaves"),
     "both ranks send first": (
         _bad(
             send(2, 0, 1),
-            _template(Step(kind=OpKind.SEND, src=0, peer=1), Step(kind=OpKind.RECV, dst=0, peer=1)),
-            _template(Step(kind=OpKind.SEND, src=0, peer=0), Step(kind=OpKind.RECV, dst=0, peer=0)),
+            _template(TemplateStep(kind=OpKind.SEND, src=0, peer=1), TemplateStep(kind=OpKind.RECV, dst=0, peer=1)),
+            _template(TemplateStep(kind=OpKind.SEND, src=0, peer=0), TemplateStep(kind=OpKind.RECV, dst=0, peer=0)),
             parts=(0, 1),
         ),
         "deadlock",
     ),
     "it is sent to a rank that takes no part": (
-        _bad(send(3, 0, 1), _template(Step(kind=OpKind.SEND, src=0, peer=2)), _template(), parts=(0, 1)),
+        _bad(send(3, 0, 1), _template(TemplateStep(kind=OpKind.SEND, src=0, peer=2)), _template(), parts=(0, 1)),
         "deadlock",
     ),
     "it is received from itself": (
         _bad(
             send(2, 0, 1),
-            _template(Step(kind=OpKind.SEND, src=0, peer=1)),
-            _template(Step(kind=OpKind.RECV, dst=0, peer=1), src=-1),
+            _template(TemplateStep(kind=OpKind.SEND, src=0, peer=1)),
+            _template(TemplateStep(kind=OpKind.RECV, dst=0, peer=1), src=-1),
             parts=(0, 1),
         ),
         "deadlock",
@@ -305,10 +309,10 @@ def test_verification_proves_more_than_our_own_templates() -> None:
     """A broadcast made of sends, and an allreduce followed by a broadcast of its result, mean what they should."""
     relay = _bad(
         broadcast(3, 0),
-        _template(Step(kind=OpKind.SEND, src=0, peer=1), Step(kind=OpKind.SEND, src=0, peer=2)),
-        _template(Step(kind=OpKind.RECV, dst=0, peer=0), src=-1),
+        _template(TemplateStep(kind=OpKind.SEND, src=0, peer=1), TemplateStep(kind=OpKind.SEND, src=0, peer=2)),
+        _template(TemplateStep(kind=OpKind.RECV, dst=0, peer=0), src=-1),
         parts=(0, 1, 1),
     )
     verify(relay)
-    twice = _bad(allreduce(3), _template(SUM, Step(kind=OpKind.BROADCAST, src=0, dst=0, peer=2)))
+    twice = _bad(allreduce(3), _template(SUM, TemplateStep(kind=OpKind.BROADCAST, src=0, dst=0, peer=2)))
     verify(twice)

@@ -13,7 +13,7 @@ from raycollect.planner import (
     Local,
     Program,
     Request,
-    Step,
+    TemplateStep,
     Ticket,
     decode_order,
     decode_program,
@@ -40,7 +40,7 @@ def _typical() -> Program:
 
 def test_what_a_step_does_not_name_is_minus_one() -> None:
     """Of a buffer that is written and read, -1 is all of it, in whatever process."""
-    step = Step(kind=Local.COPY)
+    step = TemplateStep(kind=Local.COPY)
     assert (step.src, step.dst, step.peer, step.src_piece, step.dst_piece) == (-1,) * 5
 
 

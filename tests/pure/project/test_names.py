@@ -1,0 +1,59 @@
+"""One word for one thing: no class has the name of another, and no value a name that says nothing."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import raycollect
+
+HOME = Path(raycollect.__file__).parent
+VAGUE = frozenset({"anew", "apart", "asked", "came", "found", "kept", "known", "made", "one", "told"})
+OPEN = ("captured/", "driver/", "planner/", "ray_bridge/", "engine/agreement.py")
+"""Where values still have such names: this may only shrink."""
+
+
+def trees() -> Iterator[tuple[str, ast.Module]]:
+    """Each module of the package, by its path."""
+    for path in sorted(HOME.rglob("*.py")):
+        yield path.relative_to(HOME).as_posix(), ast.parse(path.read_text())
+
+
+def named(node: ast.AST) -> str:
+    """The name of a value, an argument or a function that a node makes; empty: it makes none."""
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        return node.id
+    if isinstance(node, ast.arg):
+        return node.arg
+    return node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else ""
+
+
+def test_no_class_has_the_name_of_another() -> None:
+    files = defaultdict[str, list[str]](list)
+    for file, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                files[node.name].append(file)
+    assert {name: where for name, where in files.items() if len(where) > 1} == {}
+
+
+def test_names_say_what_a_value_is() -> None:
+    vague = []
+    for file, tree in trees():
+        if file.startswith(OPEN):
+            continue
+        fields = {
+            id(node.target)
+            for owner in ast.walk(tree)
+            if isinstance(owner, ast.ClassDef)
+            for node in owner.body
+            if isinstance(node, ast.AnnAssign)
+        }
+        vague += [
+            f"{file}:{node.lineno}: {named(node)}"  # type: ignore[attr-defined]
+            for node in ast.walk(tree)
+            if named(node).strip("_") in VAGUE and id(node) not in fields
+        ]
+    assert vague == []
