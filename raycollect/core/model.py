@@ -64,7 +64,13 @@ class ReduceOp(enum.Enum):
         name = op if isinstance(op, str) else getattr(op, "name", None)
         if isinstance(name, str) and name.upper() in cls.__members__:
             return cls[name.upper()]
-        raise ValueError(f"no reduce op {op!r}; there are {', '.join(cls.__members__)}")
+        raise ValueError(f"no reduce op {op!r}: expected {cls.expected(op)}")
+
+    @classmethod
+    def expected(cls, op: Any) -> str:
+        """Returns the names to choose from in place of an invalid one, for messages."""
+        names = f"one of {', '.join(cls.__members__)}"
+        return f"AVG for a mean, or {names}" if isinstance(op, str) and op.lower() in ("mean", "average") else names
 
 
 class NamedGroup(Protocol):

@@ -245,7 +245,7 @@ class Call:
         try:
             return ReduceOp.coerce(op)
         except ValueError:
-            self._wrong("op", op, f"one of {', '.join(ReduceOp.__members__)}")
+            self._wrong("op", op, ReduceOp.expected(op))
             return None
 
     def _number(self, field: str, value: Any, expected: str) -> int:

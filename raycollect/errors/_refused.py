@@ -185,7 +185,7 @@ class TensorFreedError(RefusedError):
 class TensorLostError(RefusedError):
     """A tensor whose holder has died, was restarted, or never ran the method."""
 
-    cure = "call the producing method again"
+    cure = "keep a handle of the actor as long as its refs are used; call the producing method again"
 
 
 class TensorDirtyError(RefusedError):

@@ -90,8 +90,7 @@ class MemberCall:
             try:
                 self._op = ReduceOp.coerce(op)
             except ValueError:
-                expected = f"one of {', '.join(ReduceOp.__members__)}"
-                self._violate("argument", "op", repr(op), expected)
+                self._violate("argument", "op", repr(op), ReduceOp.expected(op))
         for name, value in ((OPERATIONS[kind].root, self._root), ("destination rank", self._peer)):
             if type(value) is not int:
                 expected = f"a rank from 0 to {process_group.world_size - 1}"
