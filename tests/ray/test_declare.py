@@ -284,7 +284,7 @@ def test_a_rank_table_says_the_ranks(actors, tmp_path, monkeypatch):
     assert col.broadcast_refs(refs, src_rank=2) == [refs[2], refs[1], refs[0]]
     with refused(errors.InvalidGroupError, "3 ranks on 1 node", "there are 2 actors", "RANK_TABLE_FILE", "pass ranks"):
         col.declare_collective_group([a, b], group_name="h")
-    with refused(errors.InvalidGroupError, "give one of them"):
+    with refused(errors.InvalidGroupError, "pass one of them"):
         col.declare_collective_group([a, b, c], ranks=[0, 1, 2], rank_table=path, group_name="h")
     with refused(errors.InvalidGroupError, "node_list[1] has 1 device", "argument rank_table"):
         col.declare_collective_group([a, b, c], rank_table=table([(0, 0), (1, 1)], [(0, 2)]), group_name="h")

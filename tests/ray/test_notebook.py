@@ -21,7 +21,7 @@ from raycollect import errors
 from raycollect.captured import step as captured
 from raycollect.captured.step import SHOWN_S
 from raycollect.driver import group as declared
-from raycollect.driver.step_runs import StepRuns
+from raycollect.driver.step_runs import RunTracker
 from tests.pure.driver.shown_html import read
 from tests.support.actors import Gate, Worker, block
 from tests.support.steps import Learner
@@ -217,7 +217,7 @@ def test_ctrl_c_while_a_captured_step_runs_leaves_it_as_it_is(ctrl_c, actors, ga
     assert step.run() == [1, 1]
     blocked = block(learners[1], gate)
     assert wait_until(lambda: "Buffers.call (" in digits.status().members[1].doing)
-    thread = interrupt_in(StepRuns.wait)  # as Ctrl-C does
+    thread = interrupt_in(RunTracker.wait)  # as Ctrl-C does
     with pytest.raises(KeyboardInterrupt):
         step.run()
     thread.join()
