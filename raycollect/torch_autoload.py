@@ -1,11 +1,23 @@
 """The entry point by which torch finds the backend ``"raycollect"`` of `torch.distributed` without an import.
 
-``import torch`` calls `register` wherever this package is installed. So it imports nothing but what torch has imported.
+``import torch``, from 2.5 on, calls `autoload` wherever this package is installed. So it imports nothing but what torch
+has imported, and raises nothing.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any
+
+_log = logging.getLogger("raycollect")
+
+
+def autoload() -> None:
+    """Registers the backend, or logs why it can't: an exception would fail ``import torch``."""
+    try:
+        register()
+    except Exception as exc:  # noqa: BLE001 - any, of any version of torch
+        _log.warning("torch.distributed has no backend 'raycollect': %s: %s", type(exc).__name__, exc)
 
 
 def register() -> None:

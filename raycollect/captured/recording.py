@@ -31,7 +31,7 @@ _AS_RETURNED = "what a call gave, a ref, an argument, or a plain value; or a lis
 class Recording(Batch):
     """What the block of a captured step records: a batch to the operations, but one that is not sent."""
 
-    is_eager: ClassVar[bool] = False  # as a `Recorder` of the calls of its thread
+    is_eager: ClassVar[bool] = False  # as a `CallRecorder` of the calls of its thread
     is_traced: ClassVar[bool] = False  # whether the calls are those of a function, and not of a block
     _takes_driver = False
     _ASYNC_ADVICE = "False in a captured step: run(async_op=True) is for the whole of it"

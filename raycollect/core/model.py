@@ -211,11 +211,11 @@ class Member(Wire, frozen=True, kw_only=True):
 
 
 class Segment(Wire, frozen=True):
-    """Memory of one process that others of its machine can map."""
+    """Memory of one process that others of its machine can map, or all its memory, which they can read."""
 
     pid: int
-    fd: int  # its descriptor of the memory
-    token: bytes  # random bytes at the beginning of the memory, to recognize it
+    fd: int  # its descriptor of the memory; -1: all its memory
+    token: bytes  # to recognize it: random bytes at the beginning of the memory, or when the process started
     nbytes: int
 
     def __repr__(self) -> str:

@@ -121,7 +121,7 @@ class OperationSpec:
     sources: Callable[[int, int], Sequence[int]] = _everyone
     root: str = ""
     refs: tuple[str, str] = ("", "")
-    kernels: Literal["usual", "own", ""] = "usual"
+    kernels: Literal["usual", "own", ""] = ""
     substitutes: tuple[tuple[OpKind, ...], ...] = ()
     price: Price = Price()
 
@@ -158,6 +158,7 @@ _SPECS = (
         in_place=True,
         refs=("tensor_refs", ""),
         substitutes=((OpKind.REDUCE, OpKind.BROADCAST),),
+        kernels="usual",
         price=Price(
             memory=lambda at: at.copies(2 * (at.world - 1) / at.world, 2 * (at.world - 1)),
             mesh=lambda at: at.all_to_all(1 / at.world).times(2),
@@ -173,6 +174,7 @@ _SPECS = (
         root="dst_rank",
         refs=("tensor_refs", ""),
         substitutes=((OpKind.ALLREDUCE,),),
+        kernels="usual",
         price=Price(
             memory=lambda at: at.copies(1, (at.world - 1) + (at.world - 1) / at.world),
             # Of two ranks, both sides would send as many bytes either way, so one sends its whole tensor.
@@ -191,6 +193,7 @@ _SPECS = (
         root="src_rank",
         refs=("tensor_refs", ""),
         substitutes=(PAIR,),
+        kernels="usual",
         price=Price(
             mesh=lambda at: at.at_root(1) if at.world == 2 else at.passed_on(1 / (at.world - 1)),
             ring=lambda at: at.tree(),
@@ -202,6 +205,7 @@ _SPECS = (
         takes_pieces=True,
         refs=("tensor_refs", "tensor_list_refs"),
         substitutes=((OpKind.GATHER, OpKind.BROADCAST), PAIR),
+        kernels="usual",
         price=Price(
             ring=lambda at: at.ring(at.world - 1, at.world - 1),
             # Each piece once to every other host; n is what a rank gives, so that all together have w of them.
@@ -219,6 +223,7 @@ _SPECS = (
         folds=True,
         refs=("tensor_list_refs", "tensor_refs"),
         substitutes=((OpKind.REDUCE, OpKind.SCATTER),),
+        kernels="usual",
         price=Price(by_host=lambda at: at.host_by_host((at.hosts - 1) / at.hosts, at.hosts - 1, rounds=1, inside=1)),
     ),
     OperationSpec(
@@ -228,6 +233,7 @@ _SPECS = (
         root="dst_rank",
         refs=("tensor_refs", "tensor_list_ref"),
         substitutes=((OpKind.ALLGATHER,), PAIR),
+        kernels="usual",
         price=Price(memory=lambda at: at.copies(1, at.world - 1)),  # each rank copies into the root's memory
     ),
     OperationSpec(
@@ -237,6 +243,7 @@ _SPECS = (
         root="src_rank",
         refs=("tensor_list_ref", "tensor_refs"),
         substitutes=(PAIR,),
+        kernels="usual",
     ),
     OperationSpec(
         kind=OpKind.ALLTOALL,
@@ -244,6 +251,7 @@ _SPECS = (
         takes_pieces=True,
         refs=("tensor_list_in_refs", "tensor_list_out_refs"),
         substitutes=(PAIR,),
+        kernels="usual",
     ),
     OperationSpec(
         kind=OpKind.SCAN,
@@ -267,12 +275,14 @@ _SPECS = (
         takes="peer",
         root="source rank",
         refs=("refs", ""),
+        kernels="usual",
     ),
     OperationSpec(
         kind=OpKind.BARRIER,
         gives="",
         takes="",
         substitutes=((),),  # the agreement before the launch
+        kernels="usual",
     ),
 )
 

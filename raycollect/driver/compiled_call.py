@@ -99,6 +99,8 @@ def find(controller: Controller, key: CallKey, *, may_derive: bool) -> CompiledC
     if known is None:
         return None
     group, (_, name, timeout_s, *_) = known.asked.group, key[0]
+    if group.spec.group_id in controller.groups.draining:
+        return None  # the call is compiled again, and waits for the change within its own time limit
     now = controller.groups.find(name, timeout_s)
     if now is None and may_derive and group.is_derived:
         now = controller.groups.derived(group.participants)

@@ -94,6 +94,7 @@ class Formation:
             raise
         if old is not None:
             self._part(old)
+            plan_cache.forget(old)  # a call of another thread may have been compiled since the plans ended
         if not is_derived:
             threads.survives(cluster_registry.post, membership)
         return formed

@@ -318,8 +318,8 @@ class Participants:
                 self._joins.pop(request, None)
         if join.error is not None:
             raise copy_error(join.error)
-        if not is_over:
-            late = [member for request, member in join.members.items() if request in join.missing]
+        late = [] if is_over else [member for request, member in join.members.items() if request in join.missing]
+        if late:  # else the last one has joined meanwhile
             names = listed(f"rank {one.rank} ({one.actor})" for one in late)
             raise CollectiveTimeoutError(
                 op="declare",

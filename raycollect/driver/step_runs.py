@@ -351,7 +351,8 @@ class StepRuns:
 
     def ended(self, tracker: RunTracker) -> None:
         """The outcome of a run is known: if it failed, those after it fail too."""
-        self._failure = self._failure or tracker.error  # before it is under way no more
+        if tracker.error is not None:  # before the run leaves `_under_way`
+            self._failure = self._failure or tracker.error
         try:
             self._under_way.remove(tracker)
         except ValueError:

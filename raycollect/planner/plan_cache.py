@@ -59,7 +59,8 @@ class PlanCache(Generic[_Value]):
             self._entries[key] = [next(self._uses)], value, (nbytes := self._measure(value)), groups
             self._nbytes += nbytes
             while len(self._entries) > self._most or (self._nbytes > self._most_nbytes and len(self._entries) > 1):
-                self._drop(min(self._entries, key=lambda one: self._entries[one][0]))
+                entries = list(self._entries.items())  # a finalizer may add or drop others meanwhile
+                self._drop(min(entries, key=lambda entry: entry[1][0][0])[0])
 
     def forget(self, group: Membership) -> None:
         """Drops the plans of a group."""

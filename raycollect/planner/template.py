@@ -39,7 +39,7 @@ class Buffer(Wire, frozen=True, kw_only=True):
 
 
 class Local(enum.Enum):
-    """What a rank does by itself. None of it begins a launch: `Step.at` is that of a kernel before or behind it.
+    """What a rank does by itself. None of it begins a launch; `TemplateStep.at` is that of a kernel beside it.
 
     Values are numbers, which tell them from those of `OpKind` on the wire.
     """

@@ -26,7 +26,7 @@ class Description:
     Attributes:
         structure: One tensor, or a structure of several.
         infos: The description of each tensor.
-        refs: The position of each tensor's bytes in shared memory; None: they are sent.
+        refs: The position of each tensor's bytes in the holder's memory; None: they are sent.
     """
 
     structure: Structure

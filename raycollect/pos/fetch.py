@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ from raycollect.errors import (
 from raycollect.pos import Store, boxes, description, tensors
 from raycollect.pos.description import Description
 from raycollect.pos.held import find, reading, refused
+from raycollect.pos.process_memory import NO_FILE
 from raycollect.pos.segments import Segments
 
 MAX_IDLE = 32
@@ -190,13 +192,14 @@ def fetch(address: Address, key: Key, *, actor: str, incarnation: str = "", time
     with _answering("get", key, actor, incarnation):
         near = Fetch(key=key, domain=memory_domain())
         direct = [replace(near, reads_processes=True)] if Segments.current().reads_processes else []
-        return _lent_or_sent(address, (*direct, near, Fetch(key=key)), _read_value, timeout_s)
+        requests = [(one, partial(_read_value, request=one)) for one in (*direct, near, Fetch(key=key))]
+        return _lent_or_sent(address, requests, timeout_s)
 
 
-def _lent_or_sent(address: Address, requests: Sequence[Any], read: _Read, timeout_s: float) -> Any:
+def _lent_or_sent(address: Address, requests: Sequence[tuple[Any, _Read]], timeout_s: float) -> Any:
     """Makes the first request, and each next one if what the holder lent is out of reach."""
     until_s = time.monotonic() + timeout_s
-    for message in requests:
+    for message, read in requests:
         with suppress(_OutOfReach):
             return _clients.request(address, message, until_s, read)
     raise ProtocolError(detail="the holder lends a value that it should send")
@@ -231,7 +234,7 @@ def read(
 
     with _answering("read", key, actor, incarnation):
         sent = Read(key=key, boxes=plain)
-        _lent_or_sent(address, (replace(sent, domain=memory_domain()), sent), take_all, timeout_s)
+        _lent_or_sent(address, [(replace(sent, domain=memory_domain()), take_all), (sent, take_all)], timeout_s)
 
 
 def _take(
@@ -275,7 +278,7 @@ def free(address: Address, keys: list[Key], *, actor: str, incarnation: str = ""
     return count
 
 
-def _read_value(client: DataClient, answer: Any, asked_s: float) -> Any:
+def _read_value(client: DataClient, answer: Any, asked_s: float, request: Fetch) -> Any:
     data = _expect(answer, Fetched).description
     if answer.described_nbytes:
         data = bytearray(answer.described_nbytes)
@@ -289,6 +292,9 @@ def _read_value(client: DataClient, answer: Any, asked_s: float) -> Any:
     client.receive_blob(*(into for into, ref in zip(memory, described.refs, strict=True) if ref is None))
     lent = [(ref, into) for into, ref in zip(memory, described.refs, strict=True) if ref is not None]
     if lent:
+        in_process = any(ref.segment.fd == NO_FILE for ref, _ in lent)
+        if not request.domain or (in_process and not request.reads_processes):
+            raise ProtocolError(detail="the holder lends memory that was not asked for")
         try:
             Segments.current().read(lent)
         except OSError as exc:
@@ -385,7 +391,8 @@ def _serve_fetch(link: DataLink, store: Store, message: Fetch) -> None:
         container = claim.enter_context(reading(store, key, link.has_ended))
         pairs = [(arrays.memory(tensor), tensor) for tensor in container.tensors]
         nbytes = sum(view.nbytes for view, _ in pairs)
-        near = message.domain == memory_domain() and nbytes >= LENT_FROM_NBYTES
+        on_host = not any(isinstance(view, arrays.DeviceArray) for view, _ in pairs)
+        near = on_host and message.domain == memory_domain() and nbytes >= LENT_FROM_NBYTES
         locate = _memory_to_lend([view for view, _ in pairs], message.reads_processes) if near else None
         offers = [_offer(view, tensor, locate) for view, tensor in pairs]
         if locate and any(offer.ref is None and offer.array.nbytes for offer in offers):  # the arena is full
@@ -430,8 +437,7 @@ _ANSWERS: dict[type[Any], Callable[[DataLink, Store, Any], None]] = {
 def _memory_to_lend(views: Sequence[Any], reads_processes: bool) -> _Locate:
     """Where to lend a value: in the arena, unless some of it lies elsewhere and the client can read it there."""
     segments = Segments.current()
-    on_host = [view for view in views if not isinstance(view, arrays.DeviceArray)]
-    if reads_processes and not all(segments.locate(view.ctypes.data, view.nbytes) for view in on_host):
+    if reads_processes and not all(segments.locate(view.ctypes.data, view.nbytes) for view in views):
         return segments.locate_in_process
     return segments.locate
 

@@ -109,7 +109,8 @@ class Segments:
             try:
                 process_memory.read(pieces)
             except OSError as exc:
-                self.reads_processes = exc.errno not in process_memory.REFUSED
+                if exc.errno in process_memory.REFUSED:
+                    self.reads_processes = False
                 raise
             return
         if segment == self._own and self._arena is not None:

@@ -12,14 +12,12 @@ NAME = "RAYCOLLECT"
 def register_with_ray() -> None:
     """Registers the backend ``"raycollect"`` of `ray.util.collective`, and the tensor transport ``"RAYCOLLECT"``.
 
-    Ray keeps the registry of backends per process. Each process of a group calls this function before its first
-    collective: at the top of the module that defines the actors, or by
-    ``ray.init(runtime_env={"worker_process_setup_hook": "raycollect.register_with_ray"})``. The registry of transports
-    travels with actors: only the process that creates them calls this function, before it creates them. A second call
-    has no effect.
+    Ray keeps both registries per process. Call this function at the top of the module that defines the actors, before
+    their classes: Ray reads the name of a transport as it decorates a method. Or call it in every worker process, by
+    ``ray.init(runtime_env={"worker_process_setup_hook": "raycollect.register_with_ray"})``. A second call does nothing.
 
     The backend uses shared memory between processes of one host, and sockets between hosts. The transport needs torch,
-    and moves tensors in host memory.
+    which this function imports if it is installed, and moves tensors in host memory.
     """
     from ray.util.collective.backend_registry import register_collective_backend
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from mmap import mmap
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ class CollectiveGroup(BaseGroup):
 
     def allreduce(self, tensor: Any, allreduce_options: Any = AllReduceOptions) -> None:
         """Reduces a tensor over all ranks, in place."""
-        operations.allreduce(self._single("allreduce", tensor), self._group, allreduce_options.reduceOp)
+        operations.allreduce(self._written("allreduce", tensor), self._group, allreduce_options.reduceOp)
 
     def barrier(self, barrier_options: Any = None) -> None:
         """Waits for all ranks."""
@@ -61,20 +62,20 @@ class CollectiveGroup(BaseGroup):
     def reduce(self, tensor: Any, reduce_options: Any = ReduceOptions) -> None:
         """Reduces a tensor over all ranks, in place on the root."""
         root, op = reduce_options.root_rank, reduce_options.reduceOp
-        operations.reduce(self._single("reduce", tensor), root, self._group, op)
+        operations.reduce(self._written("reduce", tensor), root, self._group, op)
 
     def broadcast(self, tensor: Any, broadcast_options: Any = BroadcastOptions) -> None:
         """Overwrites the tensor of each rank by that of the root."""
-        operations.broadcast(self._single("broadcast", tensor), broadcast_options.root_rank, self._group)
+        operations.broadcast(self._written("broadcast", tensor), broadcast_options.root_rank, self._group)
 
     def allgather(self, tensor_list: Any, tensor: Any, allgather_options: Any = None) -> None:
         """Fills a list with the tensors of all ranks."""
-        into, mine = self._single("allgather", tensor_list), self._single("allgather", tensor)
+        into, mine = self._written("allgather", tensor_list), self._single("allgather", tensor)
         operations.allgather(into, mine, self._group)
 
     def reducescatter(self, tensor: Any, tensor_list: Any, reducescatter_options: Any = ReduceScatterOptions) -> None:
         """Reduces a list over all ranks, and gives each rank its element."""
-        into, mine = self._single("reducescatter", tensor), self._single("reducescatter", tensor_list)
+        into, mine = self._written("reducescatter", tensor), self._single("reducescatter", tensor_list)
         operations.reducescatter(into, mine, self._group, reducescatter_options.reduceOp)
 
     def send(self, tensor: Any, send_options: Any) -> None:
@@ -83,15 +84,19 @@ class CollectiveGroup(BaseGroup):
 
     def recv(self, tensor: Any, recv_options: Any) -> None:
         """Receives a tensor from a rank."""
-        operations.recv(self._single("recv", tensor), recv_options.src_rank, self._group)
+        operations.recv(self._written("recv", tensor), recv_options.src_rank, self._group)
 
     def _single(self, op: str, tensors: Sequence[Any]) -> Any:
-        """The only tensor or list; its arrays can be written."""
+        """The only tensor, or the only list."""
         if len(tensors) != 1:
             actual, expected = f"{len(tensors)} tensors per rank", "one, or raycollect's *_multigpu on backend 'nccl'"
             violation = Violation(kind="unsupported", rank=self.rank, field="tensors", found=actual, expected=expected)
             raise refusal(op, name_of(self._group), (violation,))
-        (only,) = tensors
+        return tensors[0]
+
+    def _written(self, op: str, tensors: Sequence[Any]) -> Any:
+        """The only tensor, or the only list, as one that can be written."""
+        only = self._single(op, tensors)
         return [_writable(tensor) for tensor in only] if isinstance(only, list) else _writable(only)
 
 
@@ -105,7 +110,14 @@ class _Unlocked:
 
 
 def _writable(tensor: Any) -> Any:
-    """A view of a read-only array that can be written: programs of Ray's backends reduce arguments in place."""
-    if isinstance(tensor, np.ndarray) and not tensor.flags.writeable:
-        return np.asarray(_Unlocked(tensor)).view(tensor.dtype)
-    return tensor
+    """A view that can be written, of an array that Ray has passed as an argument, which it makes read-only.
+
+    Programs of Ray's backends reduce such arguments in place. Read-only files and bytes stay as they are.
+    """
+    if not isinstance(tensor, np.ndarray) or tensor.flags.writeable:
+        return tensor
+    base: Any = tensor
+    while isinstance(base, np.ndarray):
+        base = base.base
+    owner = base.obj if isinstance(base, memoryview) else base
+    return tensor if isinstance(owner, bytes | mmap) else np.asarray(_Unlocked(tensor)).view(tensor.dtype)

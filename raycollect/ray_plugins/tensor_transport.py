@@ -14,8 +14,10 @@ from ray.experimental.rdt.tensor_transport_manager import (
 
 from raycollect.backends import arrays
 from raycollect.core.model import KEY_NBYTES, Address, Key
+from raycollect.errors import Violation, refusal
 from raycollect.member.participant import this_participant
 from raycollect.pos import Container, fetch
+from raycollect.pos.container import obstacle
 
 TIMEOUT_S = 60.0
 """How long a receiver waits for the sender, in seconds."""
@@ -54,7 +56,10 @@ class TensorTransport(TensorTransportManager):
 
     @staticmethod
     def can_abort_transport() -> bool:
-        """True, so that Ray kills no actor: a receiver whose sender has died raises an error by itself."""
+        """True, so that Ray kills no actor.
+
+        A receiver whose sender has died raises an error at once; one whose sender does not answer, after `TIMEOUT_S`.
+        """
         return True
 
     def actor_has_tensor_transport(self, actor: Any) -> bool:
@@ -70,8 +75,11 @@ class TensorTransport(TensorTransportManager):
             return StoredTensors(tensor_meta=[])
         here, key = this_participant(), Key(hashlib.blake2b(obj_id.encode(), digest_size=KEY_NBYTES).digest())
         container = Container.of(list(rdt_object), arrays.is_tensor)
-        assert container is not None  # Ray gives tensors alone
-        here.store.put(key, container)
+        if container is None:  # sparse, quantized, or a view that is still to be conjugated
+            actual = obstacle(rdt_object, arrays.is_tensor, arrays.describe_value)
+            raise refusal("return", "", (Violation(kind="not_tensor", field="tensor", found=actual, actor=here.actor),))
+        if rdt_object[0].device.type == "cpu":  # Ray refuses others after this call
+            here.store.put(key, container)
         return StoredTensors(
             tensor_meta=[(tensor.shape, tensor.dtype) for tensor in rdt_object],
             tensor_device=rdt_object[0].device.type,

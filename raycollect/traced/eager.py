@@ -19,7 +19,7 @@ from raycollect.traced.kept import KeepWrapper
 
 
 class _Submitted:
-    """Collects the refs of the method calls of one thread or asynchronous task; a `Recorder`."""
+    """Collects the refs of the method calls of one thread or asynchronous task; a `CallRecorder`."""
 
     is_eager: ClassVar[bool] = True
 

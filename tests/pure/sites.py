@@ -198,7 +198,7 @@ class Site:
         self._hub.close()
 
     def _cut(self, exc: Exception) -> None:
-        """Ends the connection at both ends, as `Link.fail` does."""
+        """Ends the connection at both ends, as `ControlLink.fail` does."""
         error = threads.failed("taking in a message", exc)
         self.peer.closed(cast(Any, None), ConnectionLostError(detail=error.detail))
         self.lease.end(error.detail)

@@ -68,7 +68,7 @@ class Ask(Message, frozen=True, kw_only=True):
 
 
 class Answer(Message, frozen=True, kw_only=True):
-    """Answers `Ask`, to all ranks of the communicator: the rank's position (`Position`) and activity (`Doing`)."""
+    """Answers `Ask`, to all ranks of the communicator: the rank's position (`RankPosition`) and activity (`Doing`)."""
 
     group_id: str
     communicator: str

@@ -30,7 +30,6 @@ EDITS: dict[str, list[tuple[str, str]]] = {
         kind=OpKind.NEIGHBOUR_EXCHANGE,
         sources=lambda position, count: ((position - 1) % count,),
         refs=("tensor_refs", "output_refs"),
-        kernels="",
         substitutes=((OpKind.ALLGATHER,),),
         price=Price(mesh=lambda at: at.ring(1, 1)),
     ),

@@ -39,6 +39,8 @@ from tests.pure.pos.wire import Wire
 from tests.pure.watched import WAIT_S, WatchedCondition
 
 KEY = task_key(bytes(24), 1)
+ANY = Fetch(key=KEY, domain=memory_domain(), reads_processes=True)
+"""The request of a client that reads all memory of its machine."""
 
 
 def _fetched(value: Any, **near: Any) -> Any:
@@ -47,7 +49,7 @@ def _fetched(value: Any, **near: Any) -> Any:
     store.put(KEY, contain(value))
     serve(wire, store)  # type: ignore[arg-type]
     answer, *_ = wire.answers
-    return _read_value(wire, answer, time.monotonic())  # type: ignore[arg-type]
+    return _read_value(wire, answer, time.monotonic(), Fetch(key=KEY, **near))  # type: ignore[arg-type]
 
 
 NEAR = {"domain": memory_domain()}
@@ -228,7 +230,7 @@ def test_bytes_that_are_not_those_of_the_description_are_a_protocol_error() -> N
     wire.blob = bytes(8)
     packed = msgpack.packb(_float(shape=[2]))
     with pytest.raises(ProtocolError):
-        _read_value(wire, Fetched(description=packed, blob_nbytes=8), time.monotonic())  # type: ignore[arg-type]
+        _read_value(wire, Fetched(description=packed, blob_nbytes=8), time.monotonic(), ANY)  # type: ignore[arg-type]
 
 
 def test_a_description_of_one_tensor_is_read() -> None:
@@ -303,7 +305,7 @@ def test_what_lies_in_the_arena_is_not_sent_but_read_where_it_is() -> None:
     (answer,) = wire.answers
     assert answer.blob_nbytes == 0
     value[:] = 8  # nobody was asked again: it is the holder's memory that is read, and a copy of the other
-    first, second = _read_value(wire, answer, time.monotonic())  # type: ignore[arg-type]
+    first, second = _read_value(wire, answer, time.monotonic(), ANY)  # type: ignore[arg-type]
     np.testing.assert_array_equal(first, np.full(100_001, 8, "float32"))
     np.testing.assert_array_equal(second, np.ones(30_000))
     assert wire.answers == [answer, Copied()]
@@ -317,7 +319,7 @@ def test_any_tensor_is_read_where_it_is_by_a_client_that_reads_processes() -> No
     (answer,) = wire.answers
     assert answer.blob_nbytes == 0
     value[:] = 8  # no copy was made
-    first, second = _read_value(wire, answer, time.monotonic())  # type: ignore[arg-type]
+    first, second = _read_value(wire, answer, time.monotonic(), ANY)  # type: ignore[arg-type]
     np.testing.assert_array_equal(first, np.full(100_001, 8, "float32"))
     np.testing.assert_array_equal(second, np.ones((100, 300)))
     assert wire.answers == [answer, Copied()]
@@ -369,7 +371,7 @@ def test_a_client_that_was_lent_something_says_that_it_has_copied_it_and_nothing
 def test_what_was_read_too_late_is_not_believed() -> None:
     wire, _ = lent(tensors.zeros(100_000))
     with pytest.raises(_OutOfReach):
-        _read_value(wire, wire.answers[0], time.monotonic() - lending_s(800_000) - 1)  # type: ignore[arg-type]
+        _read_value(wire, wire.answers[0], time.monotonic() - lending_s(800_000) - 1, ANY)  # type: ignore[arg-type]
     assert wire.answers[1:] == []
 
 
@@ -380,4 +382,12 @@ def test_memory_that_is_not_there_any_more_is_out_of_reach(reads_processes: bool
     (pid, fd, _, nbytes), *rest = msgpack.unpackb(answer.description)
     gone = msgpack.packb([[pid, fd, bytes(32), nbytes], *rest])
     with pytest.raises(_OutOfReach):
-        _read_value(wire, Fetched(description=gone), time.monotonic())  # type: ignore[arg-type]
+        _read_value(wire, Fetched(description=gone), time.monotonic(), ANY)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("client", [{}, NEAR], ids=["far", "near"])
+def test_memory_that_was_not_asked_for_is_not_read(client: dict[str, Any]) -> None:
+    wire, _ = lent(np.zeros(100_000), reads_processes=True)
+    with pytest.raises(ProtocolError):
+        _read_value(wire, wire.answers[0], time.monotonic(), Fetch(key=KEY, **client))  # type: ignore[arg-type]
+    assert wire.answers[1:] == []
