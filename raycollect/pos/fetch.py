@@ -65,11 +65,8 @@ FREE_S = 30.0
 LENDING_S, LENDING_RATE, LENDING_EACH_S = 5.0, 500e6, 1e-3
 """The seconds for which a value is lent: a constant, a second per this many bytes, and a constant per tensor."""
 
-MOST_TENSORS = 500_000
-"""The most tensors of a fetched value: its description is bounded."""
-
-FREED_AT_ONCE = 8192
-"""The most keys that one message frees: a message is bounded."""
+MOST_TENSORS, FREED_AT_ONCE = 500_000, 8192
+"""How many tensors a fetched value may have, and how many keys one message frees: messages are bounded."""
 
 _Lent = tuple[Segment, list[list[int]]] | None
 _LENT = Codec[_Lent](_Lent, "place of boxes")
@@ -192,8 +189,8 @@ def fetch(address: Address, key: Key, *, actor: str, incarnation: str = "", time
     with _answering("get", key, actor, incarnation):
         near = Fetch(key=key, domain=memory_domain())
         direct = [replace(near, reads_processes=True)] if Segments.current().reads_processes else []
-        requests = [(one, partial(_read_value, request=one)) for one in (*direct, near, Fetch(key=key))]
-        return _lent_or_sent(address, requests, timeout_s)
+        messages = (*direct, near, Fetch(key=key))
+        return _lent_or_sent(address, [(sent, partial(_read_value, request=sent)) for sent in messages], timeout_s)
 
 
 def _lent_or_sent(address: Address, requests: Sequence[tuple[Any, _Read]], timeout_s: float) -> Any:
@@ -327,14 +324,13 @@ def _answering(op: str, key: Key, actor: str, incarnation: str) -> Iterator[None
             rank=-1,
             field="holder",
             found=f"out of reach ({exc.detail})",
-            expected=_OF_PROCESS.format(incarnation[:6]) if incarnation else "",
+            expected=f"its process {incarnation[:6]}, whose tensors no restart of the actor brings back"
+            if incarnation
+            else "",
             actor=actor,
             ref=key.hex(),
         )
         raise TensorLostError(op=op, group_name="", violations=(violation,)) from exc
-
-
-_OF_PROCESS = "its process {}, whose tensors no restart of the actor brings back"
 
 
 def serve(link: DataLink, store: Store, seen: Callable[[], Seen] = lambda: Seen(request=0, doing="")) -> None:
@@ -391,8 +387,7 @@ def _serve_fetch(link: DataLink, store: Store, message: Fetch) -> None:
         container = claim.enter_context(reading(store, key, link.has_ended))
         pairs = [(arrays.memory(tensor), tensor) for tensor in container.tensors]
         nbytes = sum(view.nbytes for view, _ in pairs)
-        on_host = not any(isinstance(view, arrays.DeviceArray) for view, _ in pairs)
-        near = on_host and message.domain == memory_domain() and nbytes >= LENT_FROM_NBYTES
+        near = message.domain == memory_domain() and nbytes >= LENT_FROM_NBYTES
         locate = _memory_to_lend([view for view, _ in pairs], message.reads_processes) if near else None
         offers = [_offer(view, tensor, locate) for view, tensor in pairs]
         if locate and any(offer.ref is None and offer.array.nbytes for offer in offers):  # the arena is full
@@ -434,9 +429,11 @@ _ANSWERS: dict[type[Any], Callable[[DataLink, Store, Any], None]] = {
 }
 
 
-def _memory_to_lend(views: Sequence[Any], reads_processes: bool) -> _Locate:
+def _memory_to_lend(views: Sequence[Any], reads_processes: bool) -> _Locate | None:
     """Where to lend a value: in the arena, unless some of it lies elsewhere and the client can read it there."""
     segments = Segments.current()
+    if any(isinstance(view, arrays.DeviceArray) for view in views):
+        return None
     if reads_processes and not all(segments.locate(view.ctypes.data, view.nbytes) for view in views):
         return segments.locate_in_process
     return segments.locate
@@ -445,7 +442,7 @@ def _memory_to_lend(views: Sequence[Any], reads_processes: bool) -> _Locate:
 def _offer(view: Any, tensor: object, locate: _Locate | None) -> _OutgoingTensor:
     """One tensor, lent where `locate` finds it, or copied; the copy lies in the arena if it can be lent there."""
     info = arrays.info(view, arrays.library(tensor))
-    if locate is None or isinstance(view, arrays.DeviceArray):
+    if locate is None:
         copy = arrays.copy_to_host(view).astype(info.dtype, copy=False)
         return _OutgoingTensor(replace(info, device="cpu"), copy, None, is_copy=True)
     if view.flags.c_contiguous and view.dtype.isnative and (ref := locate(view.ctypes.data, view.nbytes)):
