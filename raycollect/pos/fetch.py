@@ -80,7 +80,6 @@ def lending_s(nbytes: int, count: int = 1) -> float:
 _Read = Callable[[DataClient, Any, float], Any]
 """Reads an answer, given the client, the answer and the time of the request."""
 
-
 _Locate = Callable[[int, int], BufferRef | None]
 """Where a client finds bytes of this process, by their address and number."""
 
@@ -324,9 +323,8 @@ def _answering(op: str, key: Key, actor: str, incarnation: str) -> Iterator[None
             rank=-1,
             field="holder",
             found=f"out of reach ({exc.detail})",
-            expected=f"its process {incarnation[:6]}, whose tensors no restart of the actor brings back"
-            if incarnation
-            else "",
+            expected=incarnation
+            and f"its process {incarnation[:6]}, whose tensors no restart of the actor brings back",
             actor=actor,
             ref=key.hex(),
         )
