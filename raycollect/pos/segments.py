@@ -61,7 +61,7 @@ class Segments:
         self._own: Segment | None = None
         self._lo, self._hi = 1, 0
         self._opened: WeakValueDictionary[Segment, NDArray[np.uint8]] = WeakValueDictionary()
-        self.reads_processes = True
+        self.reads_processes: bool = True
         self._process = process_memory.own()
 
     @property

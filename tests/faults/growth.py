@@ -167,7 +167,7 @@ def figures_of_actor(actor: Any) -> tuple[Figures, Counter[str]]:
     here.runtime.instruments.cache._layouts.clear()
     counters = here.runtime.instruments.counters  # which keep one for each of 256 groups and operations
     counters._tallies.clear()
-    counters._tallies.clear()
+    counters._by_id.clear()
     if here._lease is not None:
         here._lease._captures._late.clear()
     found = figures_of_process()
