@@ -199,6 +199,7 @@ def figures_of_driver() -> tuple[Figures, Counter[str]]:
         if peer._tokens is not None:
             peer._tokens._let_go()  # up to some for each participant are ready to be lent
     call_tokens.let_go()
+    controller.participants._give_back_slots()  # of actors that were killed; else the next lease does
     give_back()
     groups = controller.groups
     found = figures_of_process()
