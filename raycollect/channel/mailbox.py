@@ -199,7 +199,8 @@ class Mailbox:
         self._done = self._map.done
         self._values = itertools.count(1)
         self._lock = threading.Lock()
-        self._slots: dict[int, Slot] = {}  # the last owner of each slot
+        # The last owner of each slot, as long as its participant is leased or may live
+        self._slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
 
     def take_slot(self) -> Slot | None:
         """A slot for a participant, until that returns it (`MailboxClient.close`); None if all are taken."""
