@@ -180,7 +180,6 @@ def _record(
     return compiled.returned([*results])  # the caller may change it
 
 
-# A plan takes several times the bytes of its programs
 _compiled: PlanCache[CompiledCall] = PlanCache(
-    256, 64 << 20, lambda one: 8 * sum(map(len, () if one.prepared is None else one.prepared.programs))
+    256, 64 << 20, lambda one: 0 if one.prepared is None else one.prepared.nbytes
 )

@@ -107,6 +107,11 @@ class DispatchPlan:
     fits_channel: bool
     limit_s: float | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """About the bytes of memory that it takes: several times those of its programs."""
+        return 8 * sum(map(len, self.programs))
+
 
 def prepare(asked: tuple[RequestKey, ...], staging: int) -> DispatchPlan:
     """Plans calls and encodes the programs; cached for loops that repeat the same calls, over any refs."""
@@ -118,8 +123,7 @@ def prepare(asked: tuple[RequestKey, ...], staging: int) -> DispatchPlan:
     return found
 
 
-# A plan takes several times the bytes of its programs
-_prepared: PlanCache[DispatchPlan] = PlanCache(256, 64 << 20, lambda one: 8 * sum(map(len, one.programs)))
+_prepared: PlanCache[DispatchPlan] = PlanCache(256, 64 << 20, lambda one: one.nbytes)
 
 
 def _prepare(asked: tuple[RequestKey, ...], staging: int) -> DispatchPlan:

@@ -72,7 +72,7 @@ class PlansUnderWay:
         if outgoing:
             self._participants.deliver(tracker.plan.participants, outgoing)
         if tracker.has_ended:
-            self._trackers.pop(tracker.seq, None)
+            self.remove(tracker)
 
     @contextmanager
     def none_begins(self) -> Iterator[list[Membership]]:

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -77,8 +76,8 @@ def lending_s(nbytes: int, count: int = 1) -> float:
     return LENDING_S + nbytes / LENDING_RATE + count * LENDING_EACH_S
 
 
-_Read = Callable[[DataClient, Any, float], Any]
-"""Reads an answer, given the client, the answer and the time of the request."""
+_Read = Callable[[DataClient, Any, float, Any], Any]
+"""Reads an answer, given the client, the answer, the time of the request, and the request."""
 
 _Locate = Callable[[int, int], BufferRef | None]
 """Where a client finds bytes of this process, by their address and number."""
@@ -114,7 +113,7 @@ class _Clients:
         asked_s = time.monotonic()
         try:
             answer: Any = client.request(message, timeout_s)
-            result = from_wire(answer.error) if isinstance(answer, Failed) else read(client, answer, asked_s)
+            result = from_wire(answer.error) if isinstance(answer, Failed) else read(client, answer, asked_s, message)
         except BaseException:
             client.close()
             raise
@@ -188,14 +187,13 @@ def fetch(address: Address, key: Key, *, actor: str, incarnation: str = "", time
     with _answering("get", key, actor, incarnation):
         near = Fetch(key=key, domain=memory_domain())
         direct = [replace(near, reads_processes=True)] if Segments.current().reads_processes else []
-        messages = (*direct, near, Fetch(key=key))
-        return _lent_or_sent(address, [(sent, partial(_read_value, request=sent)) for sent in messages], timeout_s)
+        return _lent_or_sent(address, (*direct, near, Fetch(key=key)), _read_value, timeout_s)
 
 
-def _lent_or_sent(address: Address, requests: Sequence[tuple[Any, _Read]], timeout_s: float) -> Any:
+def _lent_or_sent(address: Address, requests: Sequence[Any], read: _Read, timeout_s: float) -> Any:
     """Makes the first request, and each next one if what the holder lent is out of reach."""
     until_s = time.monotonic() + timeout_s
-    for message, read in requests:
+    for message in requests:
         with suppress(_OutOfReach):
             return _clients.request(address, message, until_s, read)
     raise ProtocolError(detail="the holder lends a value that it should send")
@@ -225,12 +223,12 @@ def read(
                 take(at, view)
         return
 
-    def take_all(client: DataClient, answer: Any, asked_s: float) -> None:
+    def take_all(client: DataClient, answer: Any, *_: Any) -> None:
         _take(client, answer, wanted, take)
 
     with _answering("read", key, actor, incarnation):
         sent = Read(key=key, boxes=plain)
-        _lent_or_sent(address, [(replace(sent, domain=memory_domain()), take_all), (sent, take_all)], timeout_s)
+        _lent_or_sent(address, (replace(sent, domain=memory_domain()), sent), take_all, timeout_s)
 
 
 def _take(
@@ -270,7 +268,7 @@ def free(address: Address, keys: list[Key], *, actor: str, incarnation: str = ""
         for at in range(0, len(keys), FREED_AT_ONCE):
             message = Free(keys=[*keys[at : at + FREED_AT_ONCE]])
             until_s = time.monotonic() + FREE_S
-            count += _clients.request(address, message, until_s, lambda _, answer, __: _expect(answer, Freed).count)
+            count += _clients.request(address, message, until_s, lambda _, answer, *__: _expect(answer, Freed).count)
     return count
 
 
@@ -371,7 +369,7 @@ class _OutgoingTensor:
 
     info: TensorInfo  # the client's tensor
     array: arrays.Array  # the elements, native and contiguous
-    ref: BufferRef | None  # their position in shared memory; None: they are sent
+    ref: BufferRef | None  # their position in the holder's memory; None: they are sent
     is_copy: bool  # whether the tensor itself may be written meanwhile
 
 

@@ -20,6 +20,7 @@ from raycollect.core.model import name_of
 from raycollect.errors import Violation, refusal
 from raycollect.member import operations
 from raycollect.member.init import JOB, destroy_collective_group, get_group_handle, init_collective_group
+from raycollect.ray_plugins import NAME
 
 
 class CollectiveGroup(BaseGroup):
@@ -38,8 +39,6 @@ class CollectiveGroup(BaseGroup):
     @classmethod
     def backend(cls) -> str:
         """The name in Ray's registry."""
-        from raycollect.ray_plugins import NAME
-
         return NAME
 
     @classmethod

@@ -18,6 +18,7 @@ from raycollect.errors import Violation, refusal
 from raycollect.member.participant import this_participant
 from raycollect.pos import Container, fetch
 from raycollect.pos.container import obstacle
+from raycollect.ray_plugins import NAME
 
 TIMEOUT_S = 60.0
 """How long a receiver waits for the sender, in seconds."""
@@ -45,8 +46,6 @@ class TensorTransport(TensorTransportManager):
 
     def tensor_transport_backend(self) -> str:
         """The name in Ray's registry."""
-        from raycollect.ray_plugins import NAME
-
         return NAME
 
     @staticmethod

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
-from pathlib import Path
 
-import raycollect
+from tests.support.sources import trees
 
-HOME = Path(raycollect.__file__).parent
 VAGUE = frozenset({"anew", "apart", "asked", "came", "found", "kept", "known", "made", "one", "told"})
 OPEN = ("captured/", "driver/", "planner/", "ray_bridge/", "engine/agreement.py")
 """Where values still have such names: this may only shrink."""
-
-
-def trees() -> Iterator[tuple[str, ast.Module]]:
-    """Each module of the package, by its path."""
-    for path in sorted(HOME.rglob("*.py")):
-        yield path.relative_to(HOME).as_posix(), ast.parse(path.read_text())
 
 
 def named(node: ast.AST) -> str:
@@ -32,7 +23,7 @@ def named(node: ast.AST) -> str:
 
 def test_no_class_has_the_name_of_another() -> None:
     files = defaultdict[str, list[str]](list)
-    for file, tree in trees():
+    for file, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 files[node.name].append(file)
@@ -41,7 +32,7 @@ def test_no_class_has_the_name_of_another() -> None:
 
 def test_names_say_what_a_value_is() -> None:
     vague = []
-    for file, tree in trees():
+    for file, tree in trees().items():
         if file.startswith(OPEN):
             continue
         fields = {

@@ -17,10 +17,9 @@ import ray
 from ray import _raylet
 from ray.actor import ActorHandle
 
-import raycollect
 from raycollect.ray_bridge import ray_actors, ray_refs, serialization, submitted_calls
+from tests.support.sources import PACKAGE, trees
 
-PACKAGE = Path(raycollect.__file__).parent
 BRIDGE = PACKAGE / "ray_bridge"
 TESTS = Path(__file__).parents[2]
 PAGE = PACKAGE.parent / "docs/adr/0001-ray-internals.md"
@@ -195,12 +194,6 @@ def test_the_states_of_an_actor_that_is_not_made_yet() -> None:
 
 
 @cache
-def trees(folder: Path) -> dict[str, ast.Module]:
-    """The files of a folder of the package, by their paths in the package."""
-    paths = sorted(folder.rglob("*.py"))
-    return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in paths}
-
-
 def imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
     """The names that a file imports, as it calls them, and where they come from."""
     for node in ast.walk(tree):
