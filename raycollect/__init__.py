@@ -63,6 +63,8 @@ if TYPE_CHECKING:
     from raycollect.driver.work import Work as Work
     from raycollect.group.bootstrap_store import DirectoryBulletin as DirectoryBulletin
     from raycollect.group.rank_table import RankTable as RankTable
+    from raycollect.live_view.view import LiveView as LiveView
+    from raycollect.live_view.view import live as live
     from raycollect.member.init import get_collective_group_size as get_collective_group_size
     from raycollect.member.init import get_group_handle as get_group_handle
     from raycollect.member.init import get_rank as get_rank
@@ -153,6 +155,7 @@ _NAMES: dict[str, str] = {
     "errors": "errors",
     "group.bootstrap_store": "DirectoryBulletin",
     "group.rank_table": "RankTable",
+    "live_view.view": "LiveView live",
     "member.init": (
         "get_collective_group_size get_group_handle get_rank gloo_available init_collective_group "
         "is_backend_available is_group_initialized nccl_available"

@@ -22,6 +22,7 @@ from msgspec import structs
 import raycollect
 from raycollect.cli.bench import bench
 from raycollect.cli.options import ADDRESS_HELP, Finite, as_json, print_json, refused
+from raycollect.cli.top import top
 from raycollect.errors import InvalidGroupError, RaycollectError
 from raycollect.group.rank_table import ENVIRONMENT_VARIABLE, RankTable
 from raycollect.planner.wording import columns
@@ -64,6 +65,7 @@ def main() -> None:
 
 
 main.add_command(bench)
+main.add_command(top)
 
 
 # ---------------------------------------------------------------------------------------------- rank-table

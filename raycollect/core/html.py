@@ -39,6 +39,11 @@ def line(value: object) -> Markup:
     return Markup(f"<p>{text(value)}</p>\n")
 
 
+def link(address: str) -> Markup:
+    """A link that opens in a page of its own; nothing for no address."""
+    return Markup(f'<a href="{escape(address)}" target="_blank">{escape(address)}</a>') if address else Markup("")
+
+
 def lines(values: Iterable[object]) -> Markup:
     """A list, with a line per value."""
     listed = "\n".join(f"<li>{text(value)}</li>" for value in values)

@@ -43,6 +43,7 @@ class Controller:
         timeouts: Ends plans and runs at the time limits that their callers gave.
         groups: The groups.
         messages: Takes what participants say.
+        live_link: The address of the live view; empty: there is none.
     """
 
     _current: Controller | None = None
@@ -97,6 +98,7 @@ class Controller:
         self.groups: Groups = Groups(self.participants, self.plans)
         self.messages: ControllerMessages = ControllerMessages(self.participants, self.plans, self.groups)
         self.participants.owner = self.messages
+        self.live_link: str = ""
         self._driver_rank: DriverRank | None = None
         runtime.process_groups.drives = self.drives
         runtime.timelines.begin_from_environment()

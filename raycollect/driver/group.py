@@ -240,6 +240,7 @@ class Group:
             ("backend", f"{self.backend}, {self._why()}"),
             ("epoch", f"{self.epoch}, how often it was rebuilt, or its members changed" if self.epoch else ""),
             ("under way", listed(plans, most=MOST_NAMED) or "nothing"),
+            ("live view", html.link(self._controller.live_link)),
         ]
         title = f"group {self.name!r}: {counted(self.world_size, 'rank')}, {status.state}"
         return html.block("group", title, html.pairs(told), status._rows())

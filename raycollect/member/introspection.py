@@ -96,7 +96,7 @@ class RecordingAgent:
         """Sends the recording; with `ends`, also stops recording."""
         ring = self._tracer.end(self._controller) if message.ends else self._tracer.of(self._controller)
         # In a helper thread: packing takes long, and this thread handles aborts.
-        threads.call_in_helper(threads.survives, self._tell_recorded, message.request, ring)
+        threads.call_in_helper(threads.survives, self._tell_recorded, message, ring)
 
     def end(self) -> None:
         """Stops recording."""
@@ -106,12 +106,13 @@ class RecordingAgent:
         at_s = self._runtime.instruments.clock()
         self._reporter.tell(Ticked(request=request, at_s=at_s, clock=clock_id(), refusal=refusal))
 
-    def _tell_recorded(self, request: int, ring: Ring | None) -> None:
+    def _tell_recorded(self, message: Collect, ring: Ring | None) -> None:
+        request = message.request
         try:
             packed = b""
             if ring is not None:
                 self._sequencer.settle(SETTLE_S)  # a plan that has answered may not have recorded its end
-                recorded = ring.read()
+                recorded = ring.read(message.after)
                 places = self._runtime.process_groups.places()
                 packed = encode_recorded(recorded._replace(groups={**recorded.groups, **places}))
             for at in range(0, max(len(packed), 1), PART_NBYTES):

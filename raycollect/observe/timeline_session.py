@@ -94,6 +94,7 @@ class _Tracked:
         self.refusal = ""
         self.clock = ""
         self.process: Process | None = None  # its recording, once that is final
+        self.newest = -1  # the number of the newest entry that `recent` has returned
         self.answered = Future[None]()  # done when it has answered; the question's future would keep this object alive
         peer.ask(Record, limit=limit).add_done_callback(self._began)
 
@@ -182,6 +183,7 @@ class TimelineSession:
         self._tracked: dict[int, _Tracked] = {}
         self._is_over = False
         self._ended_s = 0.0
+        self._newest = -1  # the number of the newest entry of this process that `recent` has returned
         self._whole: TimelineTrace | None = None  # the result, after the end
 
     def end(self, timeout_s: float = STOP_S) -> TimelineTrace:
@@ -205,6 +207,10 @@ class TimelineSession:
         """Returns the spans so far; recording continues."""
         return self._collected(timeout_s, monotonic(), ends=False)
 
+    def recent(self, timeout_s: float = STOP_S) -> TimelineTrace:
+        """Returns the spans that have ended since the last call; recording continues."""
+        return self._collected(timeout_s, monotonic(), ends=False, only_new=True)
+
     def leased(self, peer: RecordedPeer) -> None:
         """Makes a new participant record from now on; never waits."""
         with self._lock:
@@ -227,15 +233,15 @@ class TimelineSession:
         if not self._is_over:
             self._collect(list(self._tracked.values()), LEAVING_S, ends=True)
 
-    def _collected(self, timeout_s: float, ended_s: float, *, ends: bool) -> TimelineTrace:
-        return self._trace(*self._collect(list(self._tracked.values()), timeout_s, ends=ends), ended_s)
-
-    def _trace(self, processes: Sequence[Process], missing: Sequence[Missing], ended_s: float) -> TimelineTrace:
+    def _collected(self, timeout_s: float, ended_s: float, *, ends: bool, only_new: bool = False) -> TimelineTrace:
+        processes, missing = self._collect(list(self._tracked.values()), timeout_s, ends=ends, only_new=only_new)
         name, host = _this_process()
-        recorded = self._ring.read()
+        recorded = self._ring.read(self._newest if only_new else -1)
         groups = {**recorded.groups, **self._timelines.groups()}
         process = Process(name=name, host=host, pid=os.getpid(), leader=self.leader, leads=True)
         own = process_of(recorded._replace(groups=groups), process)
+        if only_new:
+            self._newest = max(self._newest, own.newest)
         return TimelineTrace(
             began_s=self.began_s,
             ended_s=ended_s,
@@ -244,16 +250,21 @@ class TimelineSession:
         )
 
     def _collect(
-        self, tracked: Sequence[_Tracked], timeout_s: float, *, ends: bool
+        self, tracked: Sequence[_Tracked], timeout_s: float, *, ends: bool, only_new: bool = False
     ) -> tuple[list[Process], list[Missing]]:
         deadline_s = monotonic() + timeout_s
         clocks_s = deadline_s - max(timeout_s - _CLOCK_S, timeout_s / 2)
         left = [entry for entry in tracked if entry.process is None]
+        tracked = left if only_new else tracked
         _wait([entry.answered for entry in left], clocks_s)
         foreign = [entry for entry in left if entry.first is not None]
         lasts = {id(entry): round_trips(entry.peer) for entry in foreign}
         _wait([*lasts.values(), *(entry.first for entry in foreign if entry.first is not None)], clocks_s)
-        answers = {id(entry): entry.peer.ask(Collect, ends=ends) for entry in left if not entry.refusal}
+        answers = {
+            id(entry): entry.peer.ask(Collect, ends=ends, after=entry.newest if only_new else -1)
+            for entry in left
+            if not entry.refusal
+        }
         _wait(answers.values(), deadline_s)
         processes, missing = list[Process](), list[Missing]()
         for entry in tracked:
@@ -264,6 +275,8 @@ class TimelineSession:
             else:
                 processes.append(result)
                 entry.process = result if ends else collected
+                if only_new:
+                    entry.newest = max(entry.newest, result.newest)
         return processes, missing
 
     def _process_or_missing(

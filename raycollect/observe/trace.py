@@ -183,12 +183,13 @@ class Ring:
         if now_s - begin_s >= WAIT_S:
             self.add(WAIT, name, begin_s, now_s, seq)
 
-    def read(self) -> Recorded:
-        """Returns the contents."""
+    def read(self, after: int = -1) -> Recorded:
+        """Returns the contents; of the entries those with a number greater than `after`."""
         entries = self.entries.copy()
         is_full = len(entries) == entries.maxlen  # else a number without an entry belongs to a pending one
         dropped = max(entry[0] for entry in entries) + 1 - len(entries) if is_full else 0
-        return Recorded(tuple(entries), tuple(self._labels), dropped, dict(self._threads), dict(self.groups))
+        newer = tuple(entry for entry in entries if entry[0] > after)
+        return Recorded(newer, tuple(self._labels), dropped, dict(self._threads), dict(self.groups))
 
 
 class Tracer:

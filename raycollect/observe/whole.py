@@ -43,6 +43,7 @@ class Process:
     ranks: tuple[tuple[str, int], ...] = ()  # (group, rank) of its memberships
     uncertainty_s: float = 0.0  # the error of its times against the timeline's clock, in either direction
     dropped: int = 0  # how many entries its ring has overwritten
+    newest: int = -1  # the number of its newest entry; -1: there is none
     threads: Mapping[int, str] = field(default_factory=dict, repr=False)  # their names
     slices: tuple[Slice, ...] = field(default=(), repr=False)
 
@@ -96,6 +97,7 @@ def process_of(recorded: Recorded, process: Process, aligned: Alignment = SAME_C
         ranks=tuple(places),
         uncertainty_s=aligned.uncertainty_s,
         dropped=recorded.dropped,
+        newest=max((entry[0] for entry in recorded.entries), default=-1),
         threads=recorded.threads,
         slices=tuple(_slice(span, groups, aligned) for span in recorded.spans),
     )

@@ -78,10 +78,14 @@ class Tick(Message, frozen=True, kw_only=True):
 
 
 class Collect(Message, frozen=True, kw_only=True):
-    """Send your records; answered by `Collected` with the same `request`. `ends`: stop recording."""
+    """Send your records; answered by `Collected` with the same `request`.
+
+    `ends`: stop recording. `after`: only entries with a greater number; -1: all.
+    """
 
     request: int
     ends: bool
+    after: int
 
 
 class Order(Message, frozen=True, kw_only=True):

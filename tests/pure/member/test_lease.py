@@ -472,7 +472,7 @@ def test_a_controller_hears_whether_its_recording_begins(premises: Any, is_taken
         premises.runtime.tracer.begin("another")
     here.received(Record(request=1, limit=10))
     assert bool(heard.next(Ticked).refusal) == is_taken
-    here.received(Collect(request=2, ends=True))
+    here.received(Collect(request=2, ends=True, after=-1))
     assert bool(heard.next(Collected).payload) != is_taken
     here.end("the test is over")
 

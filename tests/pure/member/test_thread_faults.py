@@ -76,13 +76,13 @@ def test_a_timeline_that_can_not_be_read_is_told_so(premises: Participant, lease
     here, heard = leased
     assert premises.runtime.tracer.begin("me", 100) is not None
     with fail_at(Ring, "read", thread="raycollect-helper"):
-        here.received(Collect(request=7, ends=False))
+        here.received(Collect(request=7, ends=False, after=-1))
         unable = heard.next(Unable)
     assert (unable.request, unable.detail.partition(BOOM)[0]) == (
         7,
         "could not look: reading what was recorded failed: ",
     )
-    here.received(Collect(request=8, ends=True))
+    here.received(Collect(request=8, ends=True, after=-1))
     assert heard.next(Collected).payload
 
 

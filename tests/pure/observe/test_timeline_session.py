@@ -276,7 +276,7 @@ def test_answers_without_an_end_are_a_broken_rule() -> None:
     participant = Participant()
     participant.mute = (Collect,)
     peer = joined(participant)
-    answer = peer.ask(Collect, ends=True)
+    answer = peer.ask(Collect, ends=True, after=-1)
     (request,) = (message.request for message in participant.heard if isinstance(message, Collect))
     part = bytes(8 << 20)
     with pytest.raises(ProtocolError, match="more than"):

@@ -1,0 +1,124 @@
+"""The live view of a running program: its frames, its link, and `raycollect top`."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import raycollect as col
+from raycollect import errors
+from tests.support.actors import Worker, block, buffers
+from tests.support.waiting import wait_until
+
+ROOT = Path(col.__file__).parents[1]
+TOP = [sys.executable, "-m", "raycollect", "top"]
+
+
+@pytest.fixture
+def view(actors, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    workers = actors(Worker, 3)
+    col.declare_collective_group(workers)
+    with col.live() as view:
+        view.workers = workers
+        yield view
+
+
+def frame_of(view):
+    with urllib.request.urlopen(view.link + "frame.json", timeout=60) as answer:
+        return json.load(answer)
+
+
+def test_frame_shows_what_the_ranks_have_done(view):
+    for _ in range(20):
+        col.allreduce_refs(buffers(view.workers))
+    frame = frame_of(view)
+    (group,) = frame["groups"]
+    assert (group["name"], group["state"], [rank["rank"] for rank in group["ranks"]]) == ("default", "alive", [0, 1, 2])
+    assert frame["pid"] == os.getpid()
+    assert frame["missing"] == []
+    for rank in group["ranks"]:
+        seconds = np.sum(rank["stream"], axis=0)
+        assert dict(zip(frame["activities"], seconds, strict=True))["kernel"] > 0
+        assert not rank["is_last"]
+    (row,) = [row for row in frame["operations"] if row["op"] == "allreduce"]
+    assert (row["ranks"], row["nbytes"], row["backend"]) == (3, 40, "shm")
+    assert row["calls_per_s"] > 0
+
+
+def test_frame_names_the_rank_that_others_wait_for(view, gate):
+    block(view.workers[1], gate)
+    work = col.allreduce_refs(buffers(view.workers), async_op=True)
+    assert wait_until(
+        lambda: [rank["is_last"] for rank in frame_of(view)["groups"][0]["ranks"]] == [False, True, False]
+    )
+    rank = frame_of(view)["groups"][0]["ranks"][1]
+    assert "Worker" in rank["state"] or "Buffers" in rank["state"]
+    assert rank["awaited_s"] > 0
+    assert any("gate.wait" in line for line in rank["stack"])
+    gate.open.remote()
+    work.wait()
+
+
+def test_a_process_has_one_view_and_one_recording(view):
+    assert col.live() is view
+    with pytest.raises(errors.TimelineError):
+        col.timeline()
+    assert view.link in col.declare_collective_group(view.workers[:2], group_name="pair")._repr_html_()
+    view.close()
+    assert not view.is_open
+    with pytest.raises(OSError):
+        frame_of(view)
+    with col.timeline():
+        pass
+    with pytest.raises(ValueError):
+        col.live(port=1 << 16)
+    with pytest.raises(errors.BoundToProcessError):
+        __import__("pickle").dumps(view)
+
+
+def test_top_prints_a_frame_as_json(view):
+    done = subprocess.run([*TOP, "--json"], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout)["groups"][0]["name"] == "default"
+    view.close()
+    for arguments in ([], [view.link], ["ftp://x/"]):
+        assert subprocess.run([*TOP, *arguments], capture_output=True, timeout=60, check=False).returncode in (1, 2)
+
+
+def test_top_draws_writes_the_timeline_and_quits(view, tmp_path):
+    col.allreduce_refs(buffers(view.workers))
+    ours, theirs = pty.openpty()
+    program = subprocess.Popen(
+        [*TOP, "--every", "0.2"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        cwd=tmp_path,
+        env={**os.environ, "TERM": "xterm", "PYTHONPATH": str(ROOT)},
+    )
+    os.close(theirs)
+    screen = b""
+    while b"over shm" not in screen:
+        screen += os.read(ours, 1 << 16)
+    os.write(ours, b"t")
+    while not re.search(rb"written to timeline-[\d-]+\.json", screen):
+        screen += os.read(ours, 1 << 16)
+    os.write(ours, b"q")
+    try:
+        while os.read(ours, 1 << 16):
+            pass
+    except OSError:  # the program has ended
+        pass
+    assert program.wait(60) == 0
+    os.close(ours)
+    (file,) = tmp_path.glob("timeline-*.json")
+    assert json.loads(file.read_bytes())["traceEvents"]
