@@ -151,6 +151,7 @@ SHOWN = {
     "DirectoryBulletin": "post read remove where",
     "Group": "actors add backend call destroy epoch get_rank name rank_table rebuild remove replace "
     "statistics status world_size",
+    "LiveView": "close is_open",
     "Pending": "actor_id key ref request step",
     "ProgressBars": "",
     "Publication": "close push put stream",
