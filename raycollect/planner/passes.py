@@ -15,10 +15,10 @@ from raycollect.errors import RefusedError
 from raycollect.planner.algorithms import route
 from raycollect.planner.ir import Part, Plan, Request
 from raycollect.planner.lower import committed, lower
+from raycollect.planner.lower_reshard import resharded
 from raycollect.planner.membership import Membership
 from raycollect.planner.plan_cache import PlanCache
 from raycollect.planner.program import STAGING_NBYTES
-from raycollect.planner.reshard.lowering import resharded
 from raycollect.planner.schedule import schedule
 from raycollect.planner.validate import validate
 from raycollect.planner.verify import verify

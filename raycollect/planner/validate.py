@@ -10,7 +10,7 @@ from raycollect.core.operations import OPERATIONS, Ranks, has_part
 from raycollect.errors import Violation, refusal
 from raycollect.errors.text import as_name
 from raycollect.planner.ir import Operands, Request, Source
-from raycollect.planner.reshard.lowering import reshard_violations
+from raycollect.planner.lower_reshard import reshard_violations
 
 
 def validate(request: Request) -> None:
