@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from raycollect.planner.ir import Made, Part, Plan, Request, Together
+from raycollect.planner.ir import Made, Part, Plan, Request, Source, Together
 from raycollect.planner.membership import Membership
 from raycollect.planner.template import NATIVE
 
@@ -63,27 +63,39 @@ def _participants(
     return tuple(found), None
 
 
+def dependencies(requests: Sequence[Request], parts: Sequence[Part]) -> list[set[int]]:
+    """For each request, the earlier ones that it must run after; without those that these run after in turn."""
+    written: dict[Source, int] = {}  # source -> the last request that writes it
+    read: dict[Source, list[int]] = {}  # source -> the requests that have read it since
+    before: list[set[int]] = []
+    for number, (request, part) in enumerate(zip(requests, parts, strict=True)):
+        touched = part.touches(request)
+        after = {source.request for source, _ in touched if isinstance(source, Made)}
+        after.update(written[source] for source, _ in touched if source in written)
+        for source, writes in touched:
+            if writes:
+                after.update(read.get(source, ()))
+        for source, writes in touched:
+            if writes:
+                written[source], read[source] = number, []
+            else:
+                read.setdefault(source, []).append(number)
+        before.append(after)
+    return before
+
+
 def _bundled(requests: Sequence[Request], parts: Sequence[Part]) -> list[list[int]]:
     order: list[list[int]] = []
-    place: list[int] = []  # request -> its bundle
+    bundle_of: list[int] = []  # for each request
     latest: dict[int, list[int]] = {}  # form -> its bundles
-    read, written = dict[object, int](), dict[object, int]()  # source -> the last bundle that reads it, or writes it
-    for number, (request, part) in enumerate(zip(requests, parts, strict=True)):
-        after = -1
-        touched = part.touches(request)
-        for source, writes in touched:
-            if isinstance(source, Made):
-                after = max(after, place[source.request])
-            after = max(after, written.get(source, -1), read.get(source, -1) if writes else -1)
-        at = next((one for one in latest.get(id(part), ()) if one > after), len(order))
+    for number, (part, before) in enumerate(zip(parts, dependencies(requests, parts), strict=True)):
+        after = max((bundle_of[earlier] for earlier in before), default=-1)
+        at = next((bundle for bundle in latest.get(id(part), ()) if bundle > after), len(order))
         if at == len(order):
             order.append([])
             latest.setdefault(id(part), []).append(at)
         order[at].append(number)
-        place.append(at)
-        for source, writes in touched:
-            last = written if writes else read
-            last[source] = max(last.get(source, -1), at)
+        bundle_of.append(at)
     return order
 
 
