@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 from raycollect.core.codec import Codec, Wire
@@ -51,9 +52,9 @@ def piece_fault(structure: Structure, infos: Sequence[TensorInfo], count: int) -
     """What a violation says (kind, found, expected) of a value that can't be cut into a piece for each of the ranks."""
     if structure.kind in ("list", "tuple") and len(structure.items) == count:
         return "mismatch", str(structure), "pieces of equally many tensors"
-    found = str(infos[0]) if structure.kind == "tensor" else str(structure)
+    actual = str(infos[0]) if structure.kind == "tensor" else str(structure)
     expected = f"a list of {count}, one per rank, or one contiguous tensor whose first dimension {count} divides"
-    return "argument", found, expected
+    return "argument", actual, expected
 
 
 class Spec(Wire, frozen=True, kw_only=True):
@@ -224,24 +225,28 @@ def decide(ranks: Sequence[int], arrivals: Sequence[Arrival]) -> tuple[Violation
     First comes what each rank found wrong itself; then what they are about to do is compared, and only where that is
     the same, their tensors.
     """
-    found = [violation for arrival in arrivals for violation in arrival.violations]
+    violations = [violation for arrival in arrivals for violation in arrival.violations]
     specs = [arrival.spec for arrival in arrivals]
     confused = {
-        rank for rank, one in zip(ranks, arrivals, strict=True) if any(v.kind == "argument" for v in one.violations)
+        rank
+        for rank, arrival in zip(ranks, arrivals, strict=True)
+        if any(v.kind == "argument" for v in arrival.violations)
     }
     for name, read in _CALL_FIELDS.items():
         said = [(rank, read(spec)) for rank, spec in zip(ranks, specs, strict=True)]
         # A rank that has refused its own root is not compared with the others.
-        found += _odd_ones(name, [one for one in said if one[0] not in confused or one[1] not in _NONE])
-    if any(violation.kind == "mismatch" and violation.field in _CALL_FIELDS for violation in found):
-        return tuple(found)
+        violations += _odd_ones(name, [value for value in said if value[0] not in confused or value[1] not in _NONE])
+    if any(violation.kind == "mismatch" and violation.field in _CALL_FIELDS for violation in violations):
+        return tuple(violations)
     flows = list(_flows(specs))
     everything = [part for flow in flows for part in flow]
     alike = _DEVICE_FIELDS if any(spec.one_device for spec in specs) else _KERNEL_FIELDS
     for parts, fields in [(everything, alike), *((flow, _fields(flow)) for flow in flows)]:
         for name, look in fields.items():
-            found += _odd_ones(name, [(ranks[at], look(side)) for at, _, side in parts], [of for _, of, _ in parts])
-    return tuple(dict.fromkeys(found))
+            violations += _odd_ones(
+                name, [(ranks[at], look(side)) for at, _, side in parts], [of for _, of, _ in parts]
+            )
+    return tuple(dict.fromkeys(violations))
 
 
 def _fields(flow: Sequence[_FlowSide]) -> dict[str, Callable[[Side], Any]]:
@@ -303,7 +308,7 @@ class ArrivalGather:
         if rank in self._blobs:
             raise ProtocolError(detail=f"rank {rank} came to the consistency check twice")
         self._blobs[rank] = blob
-        return None if len(self._blobs) < len(self._ranks) else tuple(self._blobs[one] for one in self._ranks)
+        return None if len(self._blobs) < len(self._ranks) else tuple(self._blobs[rank] for rank in self._ranks)
 
 
 # ------------------------------------------------------------------------------------ all requests of a plan
@@ -365,19 +370,18 @@ class Agreement:
             ProtocolError: It is not what participants of this plan bring.
         """
         now = set[int]()
-        for rank, known, blob in zip(self._program.agreement.ranks, self._brought, blobs, strict=True):
+        for rank, brought, blob in zip(self._program.agreement.ranks, self._brought, blobs, strict=True):
             try:
                 conflict, arrivals = decode_arrivals(bytes(blob))
             except ProtocolError as exc:
                 raise unreadable(rank, exc) from exc
             self.conflict |= conflict
-            known.update(arrivals)
+            brought.update(arrivals)
             now.update(arrivals)
-        found, is_single = list[Violation](), not is_batch(self._program)
-        for request in sorted(now):
-            violations = self._judge(request).violations
-            found += violations if is_single else (replace(violation, call=request) for violation in violations)
-        return tuple(found)
+        violations = {request: self._judge(request).violations for request in sorted(now)}
+        if not is_batch(self._program):
+            return tuple(chain.from_iterable(violations.values()))
+        return tuple(replace(violation, call=request) for request, some in violations.items() for violation in some)
 
     def _judge(self, request: int) -> Verdict:
         # A participant with nothing new on the request in this round stands by what it brought before.
@@ -388,7 +392,7 @@ class Agreement:
                 brought = [brought[place] for place in places]
             else:
                 ranks = program.shares[program.tasks[request].share].ranks
-            verdict = self.verdicts[request] = judge(ranks, tuple([known[request] for known in brought]))
+            verdict = self.verdicts[request] = judge(ranks, tuple([arrivals[request] for arrivals in brought]))
             return verdict
         except LookupError as exc:
             raise ProtocolError(detail=f"request {request} was not brought by all of its ranks") from exc

@@ -28,7 +28,7 @@ _EXPECTED = "Shard, _StridedShard, Replicate or Partial('sum'); or a layout in w
 
 def fault_of(field: str, placement: Placement) -> Violation | None:
     """Why a DTensor has no layout, whoever else holds parts of it."""
-    unknown = [one.kind for one in placement.cuts if one.dim == UNKNOWN]
+    unknown = [cut.kind for cut in placement.cuts if cut.dim == UNKNOWN]
     if unknown:
         return wrong_layout(field, f"a DTensor with the placement {listed(unknown)}", _EXPECTED)
     if placement.dtype not in ITEMSIZES:
@@ -58,24 +58,28 @@ def layout_of_side(side: str, name: str, held: Sequence[Placement | None]) -> La
         held: The placement of each rank's part; None where it has none.
     """
     field = f"{side} of {name!r}" if name else side
-    first = next(one for one in held if one is not None)
+    first = next(placement for placement in held if placement is not None)
     fault = fault_of(field, first)
     if fault is not None:
         return [fault]
-    found = []
-    for rank, one in enumerate(held):
-        if one is None:
-            found.append(
+    violations = []
+    for rank, placement in enumerate(held):
+        if placement is None:
+            violations.append(
                 wrong_layout(field, f"no DTensor on rank {rank} of {side}", "one on all of its ranks, or on none")
             )
-        elif replace(one, at=first.at) != first:
+        elif replace(placement, at=first.at) != first:
             expected = f"{_words(first)}, as on rank {held.index(first)}; or a layout in words for this tensor"
-            found.append(wrong_layout(field, f"a DTensor on {_words(one)} on rank {rank} of {side}", expected))
-    places = [one.at for one in held if one is not None]
-    if not found and sorted(places) != list(range(len(first.ranks))):
+            violations.append(
+                wrong_layout(field, f"a DTensor on {_words(placement)} on rank {rank} of {side}", expected)
+            )
+    places = [placement.at for placement in held if placement is not None]
+    if not violations and sorted(places) != list(range(len(first.ranks))):
         expected = f"a mesh of the {len(held)} ranks that {side}_refs are, each once; or refs of all ranks of the mesh"
-        found.append(wrong_layout(field, f"a DTensor on {_words(first)}, of which there are places {places}", expected))
-    return found or layout_of(first, places)
+        violations.append(
+            wrong_layout(field, f"a DTensor on {_words(first)}, of which there are places {places}", expected)
+        )
+    return violations or layout_of(first, places)
 
 
 @lru_cache(maxsize=256)
@@ -131,36 +135,36 @@ def _runs(size: int, cuts: Sequence[tuple[int, int, int]]) -> list[tuple[_Run, i
             lo, hi = chunk(0, length, factor, number)
             picked.append(chunk(lo, hi, count, at))
         runs = _joined([run for lo, hi in picked for run in _between(runs, lo, hi)])
-    begin, found = 0, []
+    begin, placed = 0, []
     for lo, hi in runs or [(0, 0)]:
-        found.append(((lo, hi), begin))
+        placed.append(((lo, hi), begin))
         begin += hi - lo
-    return found
+    return placed
 
 
 def _between(runs: Sequence[_Run], begin: int, end: int) -> list[_Run]:
     """The indices from the `begin`-th to before the `end`-th."""
-    found, passed = [], 0
+    selected, passed = [], 0
     for lo, hi in runs:
         first, last = max(begin - passed, 0), min(end - passed, hi - lo)
         if first < last:
-            found.append((lo + first, lo + last))
+            selected.append((lo + first, lo + last))
         passed += hi - lo
-    return found
+    return selected
 
 
 def _joined(runs: Sequence[_Run]) -> list[_Run]:
-    found: list[_Run] = []
+    joined: list[_Run] = []
     for lo, hi in runs:
-        if found and found[-1][1] == lo:
-            found[-1] = found[-1][0], hi
+        if joined and joined[-1][1] == lo:
+            joined[-1] = joined[-1][0], hi
         else:
-            found.append((lo, hi))
-    return found
+            joined.append((lo, hi))
+    return joined
 
 
 def _words(placement: Placement) -> str:
-    cuts = ", ".join(_cut_words(one) for one in placement.cuts)
+    cuts = ", ".join(_cut_words(cut) for cut in placement.cuts)
     if placement.order:
         cuts += f", cut by the axes {listed(placement.order)} in this order"
     mesh = f"{list(placement.mesh)} of ranks {listed(placement.ranks)}"

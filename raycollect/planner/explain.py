@@ -154,7 +154,7 @@ class _Bundle:
             nbytes=nbytes,
             nbytes_inside=inside,
             nbytes_between=between,
-            made_nbytes=max((nbytes_of(sizes.made(number, rank)) for rank in ranks), default=0),
+            made_nbytes=max((nbytes_of(sizes.output(number, rank)) for rank in ranks), default=0),
             scratch_nbytes=max((sizes.scratch_nbytes(number, rank) for rank in ranks), default=0),
             moved=moved,
             **place,

@@ -45,16 +45,16 @@ def buckets(sizes: Sequence[tuple[Hashable, int]], staging: int) -> list[list[in
     Returns:
         The tensors that each kernel moves, in the order of the kernels; a single one is not packed.
     """
-    found: list[list[int]] = []
+    kernels: list[list[int]] = []
     filling: dict[Hashable, tuple[list[int], int]] = {}
     for at, (dtype, nbytes) in enumerate(sizes):
         if not 0 <= nbytes <= min(staging, PACKED_UP_TO_NBYTES) or not staging:
-            found.append([at])
+            kernels.append([at])
             continue
         bucket, filled = filling.get(dtype, (_NONE, 0))
         if bucket is _NONE or filled + nbytes > staging:
             bucket, filled = [], 0
-            found.append(bucket)
+            kernels.append(bucket)
         bucket.append(at)
         filling[dtype] = bucket, filled + nbytes
-    return found
+    return kernels

@@ -94,14 +94,16 @@ class Part:
         """For each template: whether it writes the operand that its rank gives, and the one that it takes into."""
         written = [{step.dst for way in template.ways for step in way} - {-1} for template in self.templates]
         return tuple(
-            (template.src in found, template.dst in found and template.buffers[template.dst].role is Role.OPERAND)
-            for template, found in zip(self.templates, written, strict=True)
+            (template.src in indices, template.dst in indices and template.buffers[template.dst].role is Role.OPERAND)
+            for template, indices in zip(self.templates, written, strict=True)
         )
 
     def over(self, templates: Sequence[Template], **changes: Any) -> Part:
         """The same with these templates, one for each rank that takes part, ascending."""
-        known = {template: at for at, template in enumerate(dict.fromkeys(templates))}
-        return replace(self, templates=tuple(known), parts=tuple(known[one] for one in templates), **changes)
+        index_of = {template: at for at, template in enumerate(dict.fromkeys(templates))}
+        return replace(
+            self, templates=tuple(index_of), parts=tuple(index_of[template] for template in templates), **changes
+        )
 
     def template(self, rank: int) -> Template:
         """The template of one rank."""
@@ -113,14 +115,14 @@ class Part:
 
     def touches(self, request: Request) -> list[tuple[Source, bool]]:
         """The operands of a request of this form, and whether each is written."""
-        found = []
+        operands = []
         for (_, src, dst), index in zip(request.operands, self.parts, strict=True):
             writes_src, writes_dst = self.writes[index]
             if src is not None:
-                found.append((src, writes_src))
+                operands.append((src, writes_src))
             if dst is not None:
-                found.append((dst, writes_dst))
-        return found
+                operands.append((dst, writes_dst))
+        return operands
 
     def domain(self, rank: int) -> Domain:
         """The group, as one rank takes part in it."""
@@ -177,42 +179,42 @@ class Plan:
             for (_, src, dst), index in zip(request.operands, part.parts, strict=True):
                 writes_src, writes_dst = part.writes[index]
                 read.add(src)
-                written |= {one for one, writes in ((src, writes_src), (dst, writes_dst)) if writes}
-            if any(type(one) is not Made for one in (written - {None}) & read):
+                written |= {source for source, writes in ((src, writes_src), (dst, writes_dst)) if writes}
+            if any(type(source) is not Made for source in (written - {None}) & read):
                 return False
         return True
 
     @cached_property
     def positions(self) -> dict[str, int]:
         """Participant -> position."""
-        return {one: at for at, one in enumerate(self.participants)}
+        return {participant: at for at, participant in enumerate(self.participants)}
 
     @cached_property
     def everyone(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         """See `Program.everyone`."""
-        known: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        found = []
+        by_part: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        rows = []
         for part, membership in zip(self.parts, self.memberships, strict=True):
-            if id(part) not in known:
+            if id(part) not in by_part:
                 places = tuple(self.positions[membership.participants[rank]] for rank in part.ranks)
-                known[id(part)] = (part.ranks, places)
-            found.append(known[id(part)])
+                by_part[id(part)] = (part.ranks, places)
+            rows.append(by_part[id(part)])
         whole = tuple(range(len(self.participants)))
-        return () if all(places == whole for _, places in known.values()) else tuple(found)
+        return () if all(places == whole for _, places in by_part.values()) else tuple(rows)
 
     @cached_property
     def involved(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """For each position: (request, rank) of the requests that it takes part in."""
-        found: list[list[tuple[int, int]]] = [[] for _ in self.participants]
+        requests: list[list[tuple[int, int]]] = [[] for _ in self.participants]
         lists: dict[tuple[int, int], list[tuple[list[tuple[int, int]], int]]] = {}
         for number, (part, membership) in enumerate(zip(self.parts, self.memberships, strict=True)):
             mine = lists.get((id(part), id(membership)))
             if mine is None:
-                mine = [(found[self.positions[membership.participants[rank]]], rank) for rank in part.ranks]
+                mine = [(requests[self.positions[membership.participants[rank]]], rank) for rank in part.ranks]
                 lists[id(part), id(membership)] = mine
-            for one, rank in mine:
-                one.append((number, rank))
-        return tuple(map(tuple, found))
+            for own, rank in mine:
+                own.append((number, rank))
+        return tuple(map(tuple, requests))
 
     def places_at(self, launch: int) -> Sequence[int]:
         """The positions that take part in a launch, counted from the plan's first."""
@@ -231,11 +233,11 @@ class Plan:
 
     def sources(self, position: int) -> tuple[Source, ...]:
         """The sources behind the keys of a participant's program, in their order."""
-        found: dict[Source, None] = {}
+        sources: dict[Source, None] = {}
         for number, rank in self.involved[position]:
             _, *given = self.requests[number].operands[self.parts[number].places[rank]]
-            found.update(dict.fromkeys(one for one in given if one is not None and type(one) is not Made))
-        return tuple(found)
+            sources.update(dict.fromkeys(source for source in given if source is not None and type(source) is not Made))
+        return tuple(sources)
 
     def uses(self) -> dict[Source, bool]:
         """Source of each operand -> whether the plan writes it."""
@@ -260,9 +262,9 @@ class Plan:
                 written.append(_share(part, rank))
             _, src, dst = self.requests[number].operands[part.places[rank]]
             inputs = tuple(
-                -1 - task_of[one.request] if isinstance(one, Made) else keys.setdefault(one, len(keys))
-                for one in (src, dst)
-                if one is not None
+                -1 - task_of[source.request] if isinstance(source, Made) else keys.setdefault(source, len(keys))
+                for source in (src, dst)
+                if source is not None
             )
             task_of[number] = len(tasks)
             tasks.append(self._task(share, number, inputs))
@@ -297,12 +299,12 @@ class Plan:
     def _bundles(self, task_of: dict[int, int]) -> tuple[Bundle, ...]:
         if len(task_of) == len(self.requests):
             return self._whole
-        found = []
+        bundles = []
         for together in self.order:
             mine = tuple(task_of[number] for number in together.requests if number in task_of)
             if mine:
-                found.append(Bundle(tasks=mine, base=together.base))
-        return tuple(found)
+                bundles.append(Bundle(tasks=mine, base=together.base))
+        return tuple(bundles)
 
     @cached_property
     def _whole(self) -> tuple[Bundle, ...]:

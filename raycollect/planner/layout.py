@@ -95,25 +95,25 @@ class Regions:
     @cached_property
     def signature(self) -> bytes:
         """A digest of all of it."""
-        rows = [(one.rank, one.box, one.at, one.part) for one in self.rows]
+        rows = [(region.rank, region.box, region.at, region.part) for region in self.rows]
         return blake2b(msgpack.packb((self.world_size, self.parts, rows)), digest_size=16).digest()
 
     @cached_property
     def of_rank(self) -> dict[int, list[Region]]:
         """Rank -> its regions; ranks that have none are left out."""
-        found: dict[int, list[Region]] = {}
-        for one in self.rows:
-            found.setdefault(one.rank, []).append(one)
-        return found
+        by_rank: dict[int, list[Region]] = {}
+        for region in self.rows:
+            by_rank.setdefault(region.rank, []).append(region)
+        return by_rank
 
     @cached_property
     def local_shapes(self) -> dict[int, Point]:
         """Rank -> the shape of the smallest local tensor that holds its regions."""
-        found: dict[int, Point] = {}
-        for one in self.rows:
-            ends = tuple(at + hi - lo for at, (lo, hi) in zip(one.at, one.box, strict=True))
-            found[one.rank] = tuple(map(max, found.get(one.rank, ends), ends))
-        return found
+        shapes: dict[int, Point] = {}
+        for region in self.rows:
+            ends = tuple(at + hi - lo for at, (lo, hi) in zip(region.at, region.box, strict=True))
+            shapes[region.rank] = tuple(map(max, shapes.get(region.rank, ends), ends))
+        return shapes
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Regions) and self.signature == other.signature)
@@ -162,12 +162,12 @@ class Layout:
             InvalidArgumentError: A region is not in the tensor, or there is none.
         """
         given = items_of("regions", regions)
-        if not given or not all(isinstance(one, Region) for one in given):
+        if not given or not all(isinstance(region, Region) for region in given):
             refuse("regions", regions)
-        rows = tuple(sorted(given, key=lambda one: (one.rank, one.box, one.at, one.part)))
-        parts = 1 + max(one.part for one in rows)
+        rows = tuple(sorted(given, key=lambda region: (region.rank, region.box, region.at, region.part)))
+        parts = 1 + max(region.part for region in rows)
         table = Regions(1 + rows[-1].rank, parts, rows)
-        return cls(shape=shape_of(shape), regions=table, said=f"{len(rows)} regions", **_asked(dtype))
+        return cls(shape=shape_of(shape), regions=table, said=f"{len(rows)} regions", **_dtype_fields(dtype))
 
     @property
     def world_size(self) -> int:
@@ -192,11 +192,11 @@ class Layout:
 
     def astype(self, dtype: Any) -> Layout:
         """The same with another dtype, which a target asks for: as with `dtype` of `layout`."""
-        return replace(self, **_asked(dtype))
+        return replace(self, **_dtype_fields(dtype))
 
     def to_bytes(self) -> bytes:
         """The layout as msgpack; the inverse of `from_bytes`."""
-        rows = [(one.rank, one.box, one.at, one.part) for one in self.regions.rows]
+        rows = [(region.rank, region.box, region.at, region.part) for region in self.regions.rows]
         regions = self.regions.world_size, self.regions.parts, rows
         return _LAYOUTS.encode((self.shape, self.dtype, regions, self.key, self.axes, self.converts, self.said))
 
@@ -230,11 +230,11 @@ class Layout:
     def __str__(self) -> str:
         rows, parts = self.regions.rows, self.regions.parts
         lines = [repr(self)]
-        for one in rows[:_SHOWN]:
-            addend = f", addend {one.part + 1} of {parts}" if parts > 1 else ""
-            lo, hi = one.bounds
-            local = words((one.at, tuple(at + size for at, size in zip(one.at, extent((lo, hi)), strict=True))))
-            lines.append(f"  rank {one.rank}: {words((lo, hi))} at {local} of its tensor{addend}")
+        for region in rows[:_SHOWN]:
+            addend = f", addend {region.part + 1} of {parts}" if parts > 1 else ""
+            lo, hi = region.bounds
+            local = words((region.at, tuple(at + size for at, size in zip(region.at, extent((lo, hi)), strict=True))))
+            lines.append(f"  rank {region.rank}: {words((lo, hi))} at {local} of its tensor{addend}")
         if len(rows) > _SHOWN:
             lines.append(f"  ... and {len(rows) - _SHOWN} more regions")
         return "\n".join(lines)
@@ -255,8 +255,8 @@ def folded(axes: Axes, shape: Point) -> Point:
         return shape
     sizes: dict[int, int] = {}
     for group, size in zip(axes, shape, strict=True):
-        inner = prod(known for _, known in group[1:])
-        sizes |= {d: known or -(-size // inner) for d, known in group}
+        inner = prod(length for _, length in group[1:])
+        sizes |= {d: length or -(-size // inner) for d, length in group}
     return tuple(sizes[d] for d in sorted(sizes))
 
 
@@ -290,7 +290,7 @@ def layout(
         InvalidArgumentError: An axis is unknown or used twice, or a number or dtype makes no sense.
     """
     axes = mesh_of(mesh)
-    cuts = tuple(() if one is None else axes_of("spec", one) for one in items_of("spec", spec))
+    cuts = tuple(() if axes_named is None else axes_of("spec", axes_named) for axes_named in items_of("spec", spec))
     sums = axes_of("partial", partial)
     extents = shape_of(shape)
     if len(cuts) > len(extents):
@@ -303,7 +303,7 @@ def layout(
             refuse("spec", f"axis {shown(axis)} twice", "each axis for one dimension, or for the partial sum")
     cuts += ((),) * (len(extents) - len(cuts))
     table = _of_mesh(extents, axes, cuts, sums)
-    return Layout(shape=extents, regions=table, said=_mesh_words(axes, cuts, sums), **_asked(dtype))
+    return Layout(shape=extents, regions=table, said=_mesh_words(axes, cuts, sums), **_dtype_fields(dtype))
 
 
 def fused_layouts(key: str, layouts: Mapping[str, Layout], dim: int = 0) -> dict[str, Layout]:
@@ -326,17 +326,17 @@ def fused_layouts(key: str, layouts: Mapping[str, Layout], dim: int = 0) -> dict
     every = list(layouts.values())
     if not isinstance(key, str) or not key or not is_unicode(key):
         refuse("key", shown(key), "the name of a local tensor", op="fused_layouts")
-    kinds = {(one.dtype, one.world_size, len(one.shape)) for one in every}
-    if len(kinds) != 1 or any(one.key or one.axes for one in every):
-        found = f"{len(every)} of {len(kinds)} kinds"
-        refuse("layouts", found, "layouts of one dtype, rank count and dimensions", op="fused_layouts")
+    kinds = {(each.dtype, each.world_size, len(each.shape)) for each in every}
+    if len(kinds) != 1 or any(each.key or each.axes for each in every):
+        actual = f"{len(every)} of {len(kinds)} kinds"
+        refuse("layouts", actual, "layouts of one dtype, rank count and dimensions", op="fused_layouts")
     if not isinstance(dim, int) or not 0 <= dim < len(every[0].shape):
         expected = f"a dimension of the tensors, from 0 to {len(every[0].shape) - 1}"
         refuse("dim", dim, expected, op="fused_layouts")
-    tables = _stacked(tuple(one.regions for one in every), dim)
+    tables = _stacked(tuple(each.regions for each in every), dim)
     return {
-        name: replace(one, regions=table, key=key, said=f"{one.said}, fused along dimension {dim}")
-        for (name, one), table in zip(layouts.items(), tables, strict=True)
+        name: replace(each, regions=table, key=key, said=f"{each.said}, fused along dimension {dim}")
+        for (name, each), table in zip(layouts.items(), tables, strict=True)
     }
 
 
@@ -368,28 +368,30 @@ def _index(axes: Sequence[str], where: Mapping[str, int], sizes: Mapping[str, in
 @lru_cache(maxsize=256)
 def _stacked(tables: tuple[Regions, ...], dim: int) -> tuple[Regions, ...]:
     filled: dict[int, int] = {}  # rank -> how far its local tensor is filled
-    found = []
+    stacked = []
     for table in tables:
         rows = tuple(
-            replace(one, at=(*one.at[:dim], one.at[dim] + filled.get(one.rank, 0), *one.at[dim + 1 :]))
-            for one in table.rows
+            replace(region, at=(*region.at[:dim], region.at[dim] + filled.get(region.rank, 0), *region.at[dim + 1 :]))
+            for region in table.rows
         )
         for rank, shape in table.local_shapes.items():
             filled[rank] = filled.get(rank, 0) + shape[dim]
-        found.append(Regions(table.world_size, table.parts, rows))
-    return tuple(found)
+        stacked.append(Regions(table.world_size, table.parts, rows))
+    return tuple(stacked)
 
 
 @lru_cache(maxsize=256)
 def _check_fit(shape: Point, regions: Regions) -> None:
-    for one in regions.rows:
-        if len(one.box) != len(shape) or any(hi > size for (_, hi), size in zip(one.box, shape, strict=True)):
-            refuse("region", f"{words(one.bounds)} of rank {one.rank}", f"a box in the shape {list(shape)}")
-        if one.rank >= regions.world_size or one.part >= regions.parts:
-            refuse("region", f"addend {one.part} of rank {one.rank}", f"below {regions.parts}, {regions.world_size}")
+    for region in regions.rows:
+        if len(region.box) != len(shape) or any(hi > size for (_, hi), size in zip(region.box, shape, strict=True)):
+            refuse("region", f"{words(region.bounds)} of rank {region.rank}", f"a box in the shape {list(shape)}")
+        if region.rank >= regions.world_size or region.part >= regions.parts:
+            refuse(
+                "region", f"addend {region.part} of rank {region.rank}", f"below {regions.parts}, {regions.world_size}"
+            )
 
 
-def _asked(dtype: Any) -> dict[str, Any]:
+def _dtype_fields(dtype: Any) -> dict[str, Any]:
     return {"dtype": _DEFAULT if dtype is None else dtype_name(dtype), "converts": dtype is not None}
 
 

@@ -17,13 +17,15 @@ from raycollect.planner.template import Buffer, Local, Role, Template, TemplateS
 
 def reshard_violations(request: Request, reshard: Reshard) -> tuple[Violation, ...]:
     """All that is wrong with a reshard whatever its tensors: its layouts, its ranks, and what the backend lacks."""
-    found = []
+    violations = []
     group = request.group
     if OpKind.ALLTOALL.value not in group.ops:
         backend = f"backend {group.backend!r}, which has no alltoall"
-        found.append(Violation(kind="unsupported", field="op", found=f"reshard on {backend}", expected="another one"))
+        violations.append(
+            Violation(kind="unsupported", field="op", found=f"reshard on {backend}", expected="another one")
+        )
     if group.memory not in ("", "cpu"):
-        found.append(
+        violations.append(
             Violation(
                 kind="unsupported",
                 field="backend",
@@ -35,8 +37,10 @@ def reshard_violations(request: Request, reshard: Reshard) -> tuple[Violation, .
     if [rank for rank, _, _ in request.operands] != list(reshard.ranks) or any(
         (src is None) is (rank in sources) for rank, src, _ in request.operands
     ):
-        found.append(wrong_argument("operands", "not those of the ranks of the layouts", "one per rank of either side"))
-    return (*found, *faults(reshard))
+        violations.append(
+            wrong_argument("operands", "not those of the ranks of the layouts", "one per rank of either side")
+        )
+    return (*violations, *faults(reshard))
 
 
 def resharded(request: Request, reshard: Reshard, membership: Membership) -> Part:
@@ -51,7 +55,9 @@ def resharded(request: Request, reshard: Reshard, membership: Membership) -> Par
         raise InternalError(detail=f"the plan of a reshard over ranks {reshard.ranks} {problem}")
     packed = encode_halves(halves)
     targets = set(reshard.dst_ranks)
-    templates = [_template(request, one, packed[one[0]], takes=one[0] in targets) for one in request.operands]
+    templates = [
+        _template(request, operands, packed[operands[0]], takes=operands[0] in targets) for operands in request.operands
+    ]
     return Part(request=request, templates=(), parts=()).over(templates)
 
 

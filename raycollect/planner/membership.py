@@ -30,7 +30,7 @@ class Membership:
     def __post_init__(self) -> None:
         if not self.spec.world_size == len(self.participants) == len(self.topology.hosts):
             raise ValueError(f"a group of {self.spec.world_size} has {len(self.participants)} members")
-        object.__setattr__(self, "_ranks", {one: rank for rank, one in enumerate(self.participants)})
+        object.__setattr__(self, "_ranks", {participant: rank for rank, participant in enumerate(self.participants)})
 
     @classmethod
     def alone(cls, spec: GroupSpec) -> Membership:

@@ -159,9 +159,9 @@ def scratch(template: Template) -> tuple[Buffer, ...]:
 def _alltoall(part: Part, writer: _StepWriter) -> None:
     """The lower rank of a pair sends first; the higher one receives into scratch, as it may be in place."""
     templates = [part.template(rank) for rank in part.ranks]
-    landing = [len(one.buffers) if scratch(one) else one.dst for one in templates]
-    for rank, one in enumerate(templates):
-        writer.copy(rank, (one.src, rank), (one.dst, rank))
+    landing = [len(template.buffers) if scratch(template) else template.dst for template in templates]
+    for rank, template in enumerate(templates):
+        writer.copy(rank, (template.src, rank), (template.dst, rank))
     for at, low, high in tournament(len(templates)):
         a, b = templates[low], templates[high]
         writer.send(at, low, (a.src, high), high, (landing[high], low))

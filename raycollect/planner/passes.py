@@ -67,20 +67,23 @@ def plan_part(request: Request, membership: Membership | None = None) -> Part:
     )
     form = replace(request, operands=operands, timeout_s=_TIMEOUT_S if 0 < request.timeout_s < math.inf else -1.0)
     group = membership or _alone(request.group)
-    found = _parts.find((form, group))
-    if found is not None:
-        return found
+    part = _parts.find((form, group))
+    if part is not None:
+        return part
     try:
-        found = _planned(form, group)
-        _parts.add((form, group), [group], found)
-        return found
+        part = _planned(form, group)
+        _parts.add((form, group), [group], part)
+        return part
     except RefusedError:
         validate(request)  # says it of the request itself
         raise
 
 
 def _nbytes_of(part: Part) -> int:
-    return sum(len(one.boxes) + _STEP_NBYTES * (len(one.buffers) + sum(map(len, one.ways))) for one in part.templates)
+    return sum(
+        len(template.boxes) + _STEP_NBYTES * (len(template.buffers) + sum(map(len, template.ways)))
+        for template in part.templates
+    )
 
 
 _parts: PlanCache[Part] = PlanCache(1024, 64 << 20, _nbytes_of)

@@ -86,16 +86,16 @@ def predict(kind: OpKind | str, nbytes: int, cluster: Cluster) -> tuple[Predicti
     """
     if nbytes < 0:
         raise ValueError(f"a rank can't give {nbytes} bytes")
-    if not isinstance(kind, OpKind) and kind not in {one.value for one in OpKind}:
-        raise ValueError(f"no operation {kind!r}; there are {', '.join(one.value for one in OpKind)}")
+    if not isinstance(kind, OpKind) and kind not in {operation.value for operation in OpKind}:
+        raise ValueError(f"no operation {kind!r}; there are {', '.join(operation.value for operation in OpKind)}")
     bitwise = cluster.in_rank_order
     layout = HostLayout.uniform(cluster.hosts, cluster.ranks_per_host, cluster.inside, cluster.between)
-    layout, found = replace(layout, rank_order=bitwise), []
+    layout, predictions = replace(layout, rank_order=bitwise), []
     for name, algorithm in ALGORITHMS.items():
         if OpKind(kind) in algorithm.kinds:
             cost = algorithm.cost(OpKind(kind), cluster.backend.pricing, layout)
             inside, between = cost.traffic(nbytes)
-            found.append(
+            predictions.append(
                 Prediction(name=name, time_s=cost.line.time_s(nbytes), nbytes_inside=inside, nbytes_between=between)
             )
-    return tuple(sorted(found, key=lambda one: one.time_s))
+    return tuple(sorted(predictions, key=lambda prediction: prediction.time_s))

@@ -298,7 +298,7 @@ def _details(rows: Sequence[Row]) -> dict[str, str]:
     row, moved = rows[0], rows[0].moved
     packed, tensors, kernels = row.packed
     after = sorted({call for row in rows for call in row.after})
-    made, scratch = sum(row.made_nbytes for row in rows), sum(row.scratch_nbytes for row in rows)
+    outputs, scratch = sum(row.made_nbytes for row in rows), sum(row.scratch_nbytes for row in rows)
     details = {
         "backend": row.backend,
         "why": f"{row.algorithm}: {row.why}",
@@ -306,7 +306,7 @@ def _details(rows: Sequence[Row]) -> dict[str, str]:
         "packed": packed and f"{packed} of {tensors} tensors travel in {counted(kernels, 'kernel')}",
         "together": row.together and f"{row.together} of {tensors} tensors with one synchronization of the ranks",
         "bits": row.bits,
-        "makes": made and f"{nbytes_words(made)} of output on a rank, at most",
+        "makes": outputs and f"{nbytes_words(outputs)} of output on a rank, at most",
         "scratch": scratch and f"{nbytes_words(scratch)} on a rank, at most",
     }
     if moved is not None:

@@ -50,17 +50,17 @@ def _participants(
     parts: Sequence[Part], memberships: Sequence[Membership]
 ) -> tuple[tuple[str, ...], Membership | None]:
     """All participants, and a group that has all of them: in the order of its ranks, else in that of the requests."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     seen = set[tuple[int, int]]()
     for part, membership in zip(parts, memberships, strict=True):
         if (id(part), id(membership)) not in seen:
             seen.add((id(part), id(membership)))
-            found.update(dict.fromkeys(membership.participants[rank] for rank in part.ranks))
+            names.update(dict.fromkeys(membership.participants[rank] for rank in part.ranks))
     for membership in dict.fromkeys(memberships):
-        ranks = [membership.rank_of(one) for one in found]
+        ranks = [membership.rank_of(name) for name in names]
         if min(ranks) >= 0:
             return tuple(membership.participants[rank] for rank in sorted(ranks)), membership
-    return tuple(found), None
+    return tuple(names), None
 
 
 def dependencies(requests: Sequence[Request], parts: Sequence[Part]) -> list[set[int]]:
@@ -129,11 +129,11 @@ def _numbered(
 
 def _rounds(requests: Sequence[Request], parts: Sequence[Part]) -> tuple[int, ...]:
     """The first round of agreement of each request: when the shapes of all that it uses are known."""
-    known: list[int] = []  # request -> the round before which its output's shapes are known
+    learned: list[int] = []  # request -> the round before which its output's shapes are known
     brought = []
     for request, part in zip(requests, parts, strict=True):
-        made = [one for _, src, dst in request.operands for one in (src, dst) if isinstance(one, Made)]
-        first = max((known[one.request] for one in made), default=0)
+        sources = [source for _, src, dst in request.operands for source in (src, dst) if isinstance(source, Made)]
+        first = max((learned[source.request] for source in sources), default=0)
         brought.append(first)
-        known.append(first + part.rounds - 1)
+        learned.append(first + part.rounds - 1)
     return tuple(brought)

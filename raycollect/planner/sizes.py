@@ -27,7 +27,7 @@ class Sizes:
     def __init__(self, plan: Plan, held: Mapping[Source, Infos]) -> None:
         self._plan = plan
         self._operands = held
-        self._made: dict[tuple[int, int], Infos] = {}
+        self._outputs: dict[tuple[int, int], Infos] = {}
         self._gathered: dict[int, Infos] = {}
         self._moved: dict[int, Moved] = {}
 
@@ -58,13 +58,13 @@ class Sizes:
         """The tensors of the rank that gives the most bytes to a request."""
         return max((self.gives(number, rank) for rank in self._plan.parts[number].ranks), key=nbytes_of, default=())
 
-    def made(self, number: int, rank: int) -> Infos:
+    def output(self, number: int, rank: int) -> Infos:
         """The output of a request on a rank; empty if the plan makes none there."""
-        if (number, rank) not in self._made:
+        if (number, rank) not in self._outputs:
             buffers = enumerate(self._plan.parts[number].template(rank).buffers)
-            output = next((index for index, buffer in buffers if buffer.is_output), -1)
-            self._made[number, rank] = () if output < 0 else self._buffer(number, rank, output)
-        return self._made[number, rank]
+            output_at = next((index for index, buffer in buffers if buffer.is_output), -1)
+            self._outputs[number, rank] = () if output_at < 0 else self._buffer(number, rank, output_at)
+        return self._outputs[number, rank]
 
     def scratch_nbytes(self, number: int, rank: int) -> int:
         """The bytes of scratch of a request on a rank."""
@@ -117,7 +117,7 @@ class Sizes:
         if not isinstance(source, Made):
             return self._operands[source]
         participant = self._plan.memberships[number].participants[rank]
-        return self.made(source.request, self._plan.memberships[source.request].rank_of(participant))
+        return self.output(source.request, self._plan.memberships[source.request].rank_of(participant))
 
     def _learned(self, number: int, rank: int, *, of_all: bool) -> Infos:
         part, mine = self._plan.parts[number], self.gives(number, rank)

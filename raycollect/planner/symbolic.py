@@ -59,8 +59,8 @@ class SymbolicRun:
                 place = ready.pop()
                 if self._at[place] < len(self._steps[place]):
                     moved = self._try(place)
-                    for one in moved:
-                        self._at[one] += 1
+                    for mover in moved:
+                        self._at[mover] += 1
                     ready += moved
         except _WrongError as exc:
             return str(exc)
@@ -118,7 +118,7 @@ class SymbolicRun:
         if launch.of.get(other.peer, -1) != place:
             return ()
         (giver, give), (taker, take) = sorted(
-            ((place, step), (there, other)), key=lambda one: one[1].kind is OpKind.RECV
+            ((place, step), (there, other)), key=lambda end: end[1].kind is OpKind.RECV
         )
         self._write(taker, take.dst, take.dst_piece, self._read(giver, give.src, give.src_piece))
         return place, there
@@ -199,17 +199,17 @@ def _effect(spec: OperationSpec, folds: Folds, read: Sequence[Cell], root: int) 
     count = len(read)
     if spec.gives_pieces:
         return _of_pieces(spec, folds, read, root)
-    known: dict[Sequence[int], Cell] = {}  # many ranks get the same
+    cells: dict[Sequence[int], Cell] = {}  # many ranks get the same
     written: list[Cell] = []
     for place in range(count):
         givers = spec.givers(place, count, root)
         if not spec.takes or (spec.takes == "root" and place != root):
             written.append(())
             continue
-        if givers not in known:
+        if givers not in cells:
             given = [read[giver] for giver in givers]
-            known[givers] = folds.cells(given) if spec.folds else tuple(chain.from_iterable(given))
-        written.append(known[givers])
+            cells[givers] = folds.cells(given) if spec.folds else tuple(chain.from_iterable(given))
+        written.append(cells[givers])
     return written
 
 

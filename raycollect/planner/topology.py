@@ -51,7 +51,7 @@ class Topology:
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """For each host, its ranks, ascending."""
-        found: dict[int, list[int]] = {}
+        by_host: dict[int, list[int]] = {}
         for rank, host in enumerate(self.hosts):
-            found.setdefault(host, []).append(rank)
-        return tuple(tuple(ranks) for _, ranks in sorted(found.items()))
+            by_host.setdefault(host, []).append(rank)
+        return tuple(tuple(ranks) for _, ranks in sorted(by_host.items()))

@@ -107,22 +107,22 @@ def _outcome_problem(
     spec, at_root = OPERATIONS[kind], ranks.index(root) if root in ranks else -1
     for i, (rank, program) in enumerate(zip(ranks, programs, strict=True)):
         expected = _meant(spec, i, ranks, at_root)
-        found = memory[i].get(program.result)
-        if not _is_same(found, expected, bitwise):
-            return f"leaves {None if found is None else tuple(found)} on rank {rank} where {expected} is meant"
+        actual = memory[i].get(program.result)
+        if not _is_same(actual, expected, bitwise):
+            return f"leaves {None if actual is None else tuple(actual)} on rank {rank} where {expected} is meant"
         if program.src >= 0 and program.src != program.result and memory[i].get(program.src) != given[i]:
             return f"overwrites what rank {rank} gives"
     return ""
 
 
-def _is_same(found: Cell | None, expected: Cell | None, bitwise: bool) -> bool:
-    if found is None or expected is None:
-        return found is expected
-    if tuple(found) == expected:
+def _is_same(actual: Cell | None, expected: Cell | None, bitwise: bool) -> bool:
+    if actual is None or expected is None:
+        return actual is expected
+    if tuple(actual) == expected:
         return True
-    if bitwise or len(found) != len(expected) or None in found:
+    if bitwise or len(actual) != len(expected) or None in actual:
         return False
-    return all(sorted(a or ()) == sorted(b or ()) for a, b in zip(found, expected, strict=True))
+    return all(sorted(a or ()) == sorted(b or ()) for a, b in zip(actual, expected, strict=True))
 
 
 def _given(kind: OpKind, rank: int, count: int) -> Cell:

@@ -38,24 +38,24 @@ def _participants_problem(plan: Plan) -> str:
     counts = {len(column) for column in (plan.requests, plan.parts, plan.memberships, plan.alone, plan.brought)}
     if len(counts) > 1:
         return f"has columns of {sorted(counts)} rows"
-    places = {one: at for at, one in enumerate(plan.participants)}
+    places = {participant: at for at, participant in enumerate(plan.participants)}
     if len(places) < len(plan.participants):
         return "has a participant twice"
     for part, membership in _distinct(plan):
         strangers = [rank for rank in part.ranks if membership.participants[rank] not in places]
         if strangers:
             return f"lacks the participants of ranks {strangers} of group {membership.spec.name!r}"
-    if plan.agreement is not None and any(plan.agreement.rank_of(one) < 0 for one in plan.participants):
+    if plan.agreement is not None and any(plan.agreement.rank_of(participant) < 0 for participant in plan.participants):
         return f"has participants that are no members of the consistency check's group {plan.agreement.spec.name!r}"
     return ""
 
 
 def _distinct(plan: Plan) -> list[tuple[Part, Membership]]:
-    found = {
+    distinct = {
         (id(part), id(membership)): (part, membership)
         for part, membership in zip(plan.parts, plan.memberships, strict=True)
     }
-    return list(found.values())
+    return list(distinct.values())
 
 
 def _requests_problem(plan: Plan) -> str:

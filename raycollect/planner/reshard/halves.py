@@ -67,10 +67,10 @@ class Half(Wire, frozen=True, kw_only=True):
         """The bytes of the messages of a round: (to each rank, from each rank)."""
         there: dict[int, int] = {}
         here: dict[int, int] = {}
-        one = self.rounds[number]
-        for taker, boxes in zip(one.takers, one.gives, strict=True):
+        step = self.rounds[number]
+        for taker, boxes in zip(step.takers, step.gives, strict=True):
             there[taker] = there.get(taker, 0) + self.nbytes(boxes)
-        for givers, boxes in zip(one.givers, one.takes, strict=True):
+        for givers, boxes in zip(step.givers, step.takes, strict=True):
             for giver in givers:
                 here[giver] = here.get(giver, 0) + self.nbytes(boxes)
         return there, here

@@ -32,47 +32,47 @@ def has_patterns(layouts: Mapping[str, Layout]) -> bool:
 
 def of_names(layouts: Mapping[str, Layout], names: Iterable[str]) -> tuple[dict[str, Layout], list[str]]:
     """The layouts of the exact names and of these, which are those of global tensors; and the names without any."""
-    found = {name: one for name, one in layouts.items() if not is_pattern(name)}
+    exact = {name: layout for name, layout in layouts.items() if not is_pattern(name)}
     missing = []
     for name in names:
-        if name in found:
+        if name in exact:
             continue
-        for pattern, one in layouts.items():
+        for pattern, layout in layouts.items():
             if is_pattern(pattern) and (matched := _compiled(pattern).fullmatch(name)) is not None:
-                found[name] = replace(one, key=_filled(one.key, matched.groups())) if one.key else one
+                exact[name] = replace(layout, key=_filled(layout.key, matched.groups())) if layout.key else layout
                 break
         else:
             missing.append(name)
-    return found, missing
+    return exact, missing
 
 
 def of_held(layouts: Mapping[str, Layout], keys: Iterable[str]) -> tuple[dict[str, Layout], list[str]]:
     """The same where the names of the local tensors are known, each of which may hold several global ones."""
-    found = {name: one for name, one in layouts.items() if not is_pattern(name)}
-    told = {one.key or name for name, one in found.items()}
-    patterns = {name: one.key or name for name, one in layouts.items() if is_pattern(name)}
+    exact = {name: layout for name, layout in layouts.items() if not is_pattern(name)}
+    named = {layout.key or name for name, layout in exact.items()}
+    patterns = {name: layout.key or name for name, layout in layouts.items() if is_pattern(name)}
     missing = []
     for key in keys:
-        if key in told:
+        if key in named:
             continue
         for pattern in dict.fromkeys(patterns.values()):
             if (matched := _compiled(pattern).fullmatch(key)) is not None:
                 names = {
                     _filled(name, matched.groups()): layouts[name] for name, to in patterns.items() if to == pattern
                 }
-                found |= {name: replace(one, key=key) if one.key else one for name, one in names.items()}
+                exact |= {name: replace(layout, key=key) if layout.key else layout for name, layout in names.items()}
                 break
         else:
             missing.append(key)
-    return found, missing
+    return exact, missing
 
 
 def pattern_faults(side: str, layouts: Mapping[str, Layout]) -> Iterator[Violation]:
     """Patterns whose local tensor has other wildcards, so that nobody knows what these would be."""
-    for name, one in layouts.items():
-        if one.key and _wildcards(one.key) != _wildcards(name):
-            found = f"in {one.key!r}"
-            yield wrong_layout(f"{side} of {name!r}", found, "a local tensor with its wildcards")
+    for name, layout in layouts.items():
+        if layout.key and _wildcards(layout.key) != _wildcards(name):
+            actual = f"in {layout.key!r}"
+            yield wrong_layout(f"{side} of {name!r}", actual, "a local tensor with its wildcards")
 
 
 def unmatched(side: str, missing: Iterable[str], layouts: Mapping[str, Layout]) -> Violation:

@@ -63,11 +63,11 @@ class _Moving(NamedTuple):
 
     def places(self, groups: Sequence[Alike], ranks: Sequence[int]) -> list[tuple[int, Point]]:
         """Where the box begins on the ranks of the group that `ranks` has for those of the side."""
-        found: list[tuple[int, Point]] = []
+        places: list[tuple[int, Point]] = []
         for shift, some in groups:
             at = tuple(map(add, self.box[0], shift))
-            found += [(ranks[rank], at) for rank in some]
-        return found
+            places += [(ranks[rank], at) for rank in some]
+        return places
 
     def go(
         self, by: list[Transfer], givers: tuple[int, ...], src_at: tuple[Point, ...], taker: int, dst_at: Point
@@ -96,7 +96,7 @@ class _Router:
         box = _Moving.of(form, piece.box)
         needed = box.places(piece.readers, dst)
         readers: _Places = {}
-        again = [one for one in needed if readers.setdefault(*one) != one[1]]
+        again = [place for place in needed if readers.setdefault(*place) != place[1]]
         if form.src.parts > 1:
             self._add_sum(form, piece, readers)
             holders: _Places = {}
