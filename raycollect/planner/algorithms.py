@@ -1,8 +1,8 @@
 """The algorithms for each operation, and which is the cheapest for how many bytes.
 
-The backend's own kernel comes first, and is the only choice on one host. On several hosts each cost is a line in the
+The backend's own kernel is the first choice, and on one host the only one. On several hosts each cost is a line in the
 bytes that a rank gives; the lower envelope of these lines has the cheapest algorithm for each size. Where a backend
-lacks an operation but can send and receive, an algorithm made of these stands in.
+lacks an operation but can send and receive, an algorithm of sends and receives replaces it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Algorithm:
     kinds: frozenset[OpKind]
     needs: tuple[OpKind, ...] = ()  # the operations that the backend must have
     cost: Callable[[OpKind, Pricing, HostLayout], Cost]  # by operation, how the backend moves data, and layout
-    # Writes the steps of each rank; None: the backend's own kernel
+    # Writes the steps of each rank; None for the backend's own kernel
     write: Callable[[Part, Membership], Written] | None = None
     scratch: Callable[[Template], tuple[Buffer, ...]] = lambda template: ()  # the buffers that a rank needs in addition
     # The most ranks for which it is considered: the steps of some grow with the square of the ranks
@@ -66,7 +66,7 @@ _ROWS = (
         cost=pairs.pairwise_cost,
         write=pairs.pairwise,
         scratch=pairs.scratch,
-        at_most=0,  # what backends do themselves is as direct, in one launch
+        at_most=0,  # a backend's own kernel is as direct, in one launch
     ),
 )
 

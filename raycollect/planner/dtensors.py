@@ -1,9 +1,9 @@
 """The layouts of torch's DTensors, from their placements.
 
-The axes of the mesh cut the tensor one after the other, each what the former have left. FSDP2 over tensor parallelism
-cuts by the latter first, though its axis of the mesh is the last. torch tells this by the split factor of a
-`_StridedShard`: the product of the axes that come after it in the mesh and cut before it. A factor that is no such
-product is taken literally: it cuts into so many parts, each of which is cut over the axis.
+The axes of the mesh cut the tensor one after the other, each the rest of the former. FSDP2 over tensor parallelism
+cuts by the latter first, though its axis of the mesh is the last. The split factor of torch's `_StridedShard` gives the
+order: it is the product of the axes that follow in the mesh and cut earlier. Any other factor
+is taken literally: it cuts into so many parts, each of which is cut over the axis.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EXPECTED = "Shard, _StridedShard, Replicate or Partial('sum'); or a layout in w
 
 
 def fault_of(field: str, placement: Placement) -> Violation | None:
-    """Why a DTensor has no layout, whoever else holds parts of it."""
+    """The reason why a DTensor has no layout, found without the parts on other ranks."""
     unknown = [cut.kind for cut in placement.cuts if cut.dim == UNKNOWN]
     if unknown:
         return wrong_layout(field, f"a DTensor with the placement {listed(unknown)}", _EXPECTED)
@@ -50,7 +50,7 @@ def layout_of(placement: Placement, order: Sequence[int] = ()) -> Layout:
 
 
 def layout_of_side(side: str, name: str, held: Sequence[Placement | None]) -> Layout | list[Violation]:
-    """The layout of the DTensor of which each rank of a side holds a part, or what is wrong with it.
+    """The layout of the DTensor of which each rank of a side holds a part, or its violations.
 
     Args:
         side: ``"src"`` or ``"dst"``.
@@ -111,7 +111,7 @@ def _does_cut(cut: Cut, dim: int) -> bool:
 
 
 def _cutting_order(cuts: Sequence[Cut], mesh: Point) -> Point:
-    """The order of the axes that the split factors tell; empty: they tell none."""
+    """The order of the axes by the split factors; empty if the factors give none."""
     orders: dict[int, list[int]] = {}
     for axis in reversed(range(len(mesh))):
         cut = cuts[axis]
@@ -126,7 +126,7 @@ def _cutting_order(cuts: Sequence[Cut], mesh: Point) -> Point:
 
 
 def _runs(size: int, cuts: Sequence[tuple[int, int, int]]) -> list[tuple[_Run, int]]:
-    """The runs of indices that are left of a dimension, each with where it begins in the local tensor."""
+    """The remaining runs of indices of a dimension, each with its begin in the local tensor."""
     runs = [(0, size)]
     for factor, count, at in cuts:
         length = sum(hi - lo for lo, hi in runs)

@@ -1,4 +1,4 @@
-"""Which tensors of a bundle travel together. Depends only on facts that all ranks have agreed on, so all decide alike.
+"""Decides which tensors of a bundle travel together, by facts that all ranks have agreed on: all decide the same.
 
 Small tensors are packed: copied into one staging array, moved by one kernel, copied out. Several larger ones are
 launched at once where the backend coalesces kernels; elsewhere those that are small enough are packed.
@@ -22,10 +22,10 @@ _NONE: list[int] = []
 
 
 def coalesced(kind: OpKind, sizes: Sequence[int], *, coalesces: bool) -> list[int]:
-    """Which tensors are launched at once: none or several.
+    """Selects the tensors that are launched at once: none or several.
 
     Args:
-        kind: What is done with each of them.
+        kind: The operation.
         sizes: For each tensor the staging bytes that it takes; -1: it can't be packed.
         coalesces: Whether the backend runs several kernels with fewer synchronizations.
     """

@@ -1,7 +1,7 @@
-"""Requests and plans: what the planner reads and writes.
+"""Requests and plans: the planner's input and output.
 
-A `Request` is one call of the user, bound to ranks. A `Part` says what every rank does for one request, columnar: ranks
-that do the same share one `Template`. A `Plan` is the parts of a call or of a whole batch, in one global order. A
+A `Request` is one call of the user, bound to ranks. A `Part` has every rank's steps for one request, columnar: ranks
+with the same steps share one `Template`. A `Plan` is the parts of a call or of a whole batch, in one global order. A
 `Program` is one participant's half of a plan. It is sent without its operands, so that it serves other tensors too.
 
 A participant is one process. It has one rank in each of its groups; its *position* is its place among the participants
@@ -24,17 +24,17 @@ from raycollect.planner.template import NATIVE, Choice, Role, Template
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """An operand that an earlier request of the same plan makes, on the same participant."""
+    """An operand that is the output of an earlier request of the same plan, on the same participant."""
 
     request: int  # the place of that request in the plan
 
 
 Source = Hashable
-"""What an operand is: a `Made`, or what stands for one ref, a key or a number; equal for equal refs."""
+"""The identity of an operand: a `Made`, or a key or number that represents one ref; equal for equal refs."""
 
 Operands = tuple[int, Source | None, Source | None]
-"""(rank, src, dst): what a rank gives, and what it takes into. None where it gives or takes nothing, works in place, or
-asks for an output (see `passes`)."""
+"""(rank, src, dst): the input and the output of a rank. None if it has none, works in place, or asks for a new output
+(see `passes`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +61,9 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What every rank does for one request, whatever its tensors."""
+    """The steps of every rank for one request, for any tensors."""
 
-    request: Request  # of its operands only their presence counts
+    request: Request  # only the presence of its operands matters
     templates: tuple[Template, ...]  # distinct
     parts: tuple[int, ...]  # for each rank that takes part, ascending: the index of its template
     # The algorithms, in the order of `Template.ways`; the first is always possible
@@ -81,7 +81,7 @@ class Part:
 
     @cached_property
     def rounds(self) -> int:
-        """How many rounds of agreement it needs."""
+        """The number of rounds of agreement."""
         return 2 if any(template.is_learned for template in self.templates) else 1
 
     @cached_property
@@ -110,7 +110,7 @@ class Part:
         return self.templates[self.parts[self.places[rank]]]
 
     def outputs(self, rank: int) -> int:
-        """How many outputs the plan makes on that rank."""
+        """The number of outputs that the plan makes on that rank."""
         return sum(buffer.is_output for buffer in self.template(rank).buffers)
 
     def touches(self, request: Request) -> list[tuple[Source, bool]]:
@@ -140,19 +140,19 @@ class Together:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """What every participant does for one call, or for all calls of a batch."""
+    """The work of every participant for one call, or for all calls of a batch."""
 
     requests: tuple[Request, ...]
     parts: tuple[Part, ...]  # the part of each; requests of one form share it
     memberships: tuple[Membership, ...] = field(repr=False)  # the group of each
     participants: tuple[str, ...]  # their names (`Membership.participants`), by position
-    order: tuple[Together, ...]  # what runs together, in the one global order
+    order: tuple[Together, ...]  # the requests that run together, in the one global order
     alone: tuple[int, ...]  # for each request, where its launches begin if nothing may be reordered
     brought: tuple[int, ...]  # for each request, the first round of agreement that it takes part in
-    rounds: int  # how many rounds of agreement there are
-    # A group that has all participants; None: they agree through the controller
+    rounds: int  # the number of rounds of agreement
+    # A group that has all participants; None if they agree through the controller
     agreement: Membership | None = field(repr=False)
-    width: int  # how many launches there may be, that of the agreement included
+    width: int  # the most launches, that of the agreement included
     staging: int = STAGING_NBYTES  # see `Program.staging`
 
     @property
@@ -172,7 +172,7 @@ class Plan:
 
     @cached_property
     def is_idempotent(self) -> bool:
-        """Whether it may run again after it has run in part: nothing that it reads is overwritten."""
+        """Whether it may run again after a partial run: it overwrites none of its inputs."""
         read: set[Source] = set()
         for request, part in zip(self.requests, self.parts, strict=True):
             written: set[Source] = set()
@@ -221,7 +221,7 @@ class Plan:
         return range(len(self.participants))
 
     def rounds_at(self, launch: int, *, in_group: bool) -> int:
-        """How many agreements of a launch the controller gathers, by a group or by all; 0: there is no such launch."""
+        """The number of agreements of a launch that the controller gathers, by a group or by all."""
         if launch:
             return int(0 < launch < self.width)
         # Else a group gathers them, and only the commit is the controller's.

@@ -1,4 +1,4 @@
-"""`join_layouts`: what the ranks of a side have said each for itself, as layouts of the side."""
+"""`join_layouts`: the layouts that each rank of a side has recorded for itself, as layouts of the side."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def join_layouts(ranks: Sequence[Mapping[str, Layout]]) -> dict[str, Layout]:
     """Joins layouts that each rank has recorded for itself (`record_layout`).
 
     Args:
-        ranks: What each rank of a side has recorded, in their order. A rank may lack tensors that others have.
+        ranks: The layouts that each rank of a side has recorded, in rank order. A rank may lack tensors of others.
 
     Returns:
         Name -> its layout over all of these ranks.
 
     Raises:
-        InvalidArgumentError: It is no list of dicts of layouts.
-        LayoutError: Ranks say different things of a tensor; lists all such tensors.
+        InvalidArgumentError: `ranks` is no list of dicts of layouts.
+        LayoutError: Ranks have recorded different global tensors by one name; lists all such tensors.
     """
     if not isinstance(ranks, Sequence):
         refuse("ranks", ranks, "a list of dicts of Layouts", op="join_layouts")

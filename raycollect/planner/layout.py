@@ -1,6 +1,6 @@
 """Layouts: which rank holds which box of a global tensor, and where in its local tensor that box lies.
 
-A *region* says it of one box. All ways to say a layout make regions, and the planner of a reshard reads nothing else.
+A *region* is one box on one rank. All descriptions of layouts become regions, the only input of the reshard planner.
 Several ranks may hold one box (replicas), boxes may differ in size or be empty, one rank may have several regions of a
 tensor, and several tensors may lie in one local tensor (a fused QKV). Of a partial sum, each rank holds one addend.
 """
@@ -129,11 +129,11 @@ class Layout:
     Attributes:
         shape: Of the global tensor.
         dtype: numpy's name of the element type: ``"float32"``.
-        regions: Who holds what.
+        regions: The boxes of each rank.
         key: The local tensor that it lies in, by its name in the dict of a rank's tensors; empty: that of the tensor.
         axes: Which dimensions of the local tensor make those in which the regions lie.
         converts: Whether a target asks for its dtype, so that sources of another one are converted.
-        said: What it was made from, for people.
+        said: Its source, for people.
     """
 
     shape: tuple[int, ...]
@@ -153,13 +153,13 @@ class Layout:
 
     @classmethod
     def of_regions(cls, shape: Sequence[int], regions: Sequence[Region], *, dtype: Any = None) -> Layout:
-        """The layout with these regions, for what no mesh says: strided heads, experts, uneven boxes.
+        """The layout with these regions, where no mesh describes it: strided heads, experts, uneven boxes.
 
         The number of ranks is one more than the highest that is named, and that of addends likewise. `dtype` is as in
         `layout`.
 
         Raises:
-            InvalidArgumentError: A region is not in the tensor, or there is none.
+            InvalidArgumentError: A region is not in the tensor, or `regions` is empty.
         """
         given = items_of("regions", regions)
         if not given or not all(isinstance(region, Region) for region in given):
@@ -181,12 +181,12 @@ class Layout:
 
     @cached_property
     def signature(self) -> bytes:
-        """A digest of all that counts: equal for layouts that mean the same."""
+        """A digest: equal for equal layouts."""
         head: bytes = msgpack.packb((self.shape, self.dtype, self.key, self.axes, self.converts))
         return blake2b(head + self.regions.signature, digest_size=16).digest()
 
     def local_shape(self, rank: int) -> tuple[int, ...] | None:
-        """The shape of a rank's local tensor, if nothing else lies in it; None where the rank has none."""
+        """The shape of a rank's local tensor, if no other tensor lies in it; None if the rank has none."""
         shape = self.regions.local_shapes.get(rank)
         return None if shape is None else folded(self.axes, shape)
 
@@ -202,7 +202,7 @@ class Layout:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Layout:
-        """Reads what `to_bytes` wrote.
+        """Reads the bytes of `to_bytes`.
 
         Raises:
             InvalidArgumentError: The bytes are no layout.
@@ -268,7 +268,7 @@ def layout(
     partial: str | Sequence[str] = (),
     dtype: Any = None,
 ) -> Layout:
-    """Says how a global tensor lies on a mesh of ranks, with names of axes as in JAX and torch's device mesh.
+    """Describes the layout of a global tensor on a mesh of ranks, by names of axes as in JAX and torch's device mesh.
 
     ``layout([8, 4], mesh={"dp": 2, "tp": 4}, spec=("tp", None))`` cuts the first dimension over ``tp`` and keeps a
     replica on each rank of ``dp``. A dimension that its axes do not divide is cut as by `torch.chunk`: the last ranks
@@ -280,8 +280,8 @@ def layout(
         spec: For each dimension the axis that cuts it, several axes (the first one slowest), or None; dimensions that
             are left out are whole. Along axes that are named nowhere the ranks have replicas.
         partial: Axes along which each rank holds an addend; the value is their sum. For sources only.
-        dtype: Of the elements: a name, or a numpy or torch dtype; by default float32. Where a target says it, sources
-            that have another one are converted: both are float64, float32, float16 or bfloat16.
+        dtype: Of the elements: a name, or a numpy or torch dtype; by default float32. If a target has one, sources
+            of another dtype are converted: both are float64, float32, float16 or bfloat16.
 
     Returns:
         The layout, for any number of tensors of this shape.

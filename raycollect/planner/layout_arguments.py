@@ -1,4 +1,4 @@
-"""The arguments of `layout` and its like: what they may be, and how others are refused."""
+"""The arguments of `layout` and similar functions: their valid values, and the errors of others."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ _KINDS = {
     "regions": "at least one Region, and nothing else",
     "region": "whole numbers from 0 on; for each dimension (first, behind the last), and a place in the local tensor",
 }
-"""What an argument is."""
+"""The valid values of an argument."""
 
 _MOST_TOLD = 1000
 
 
 def refuse(field: str, actual: object, expected: str = "", *, op: str = "layout") -> NoReturn:
-    """Raises the InvalidArgumentError of an argument; `found` is a value, or a text that tells of it."""
+    """Raises the InvalidArgumentError of an argument; `actual` is a value, or a text about it."""
     text = actual if isinstance(actual, str) else shown(actual)
     raise refusal(op, "", (wrong_argument(field, text[:_MOST_TOLD], expected or _KINDS[field]),))
 
@@ -110,7 +110,7 @@ def items_of(field: str, value: Any) -> tuple[Any, ...]:
 
 
 def check_named(op: str, field: str, value: Any, kind: type[Any]) -> None:
-    """Refuses what is not a dict of values of a class by name."""
+    """Refuses a value that is not a dict of values of a class by name."""
     if not isinstance(value, Mapping) or not all(isinstance(item, kind) for item in value.values()):
         refuse(field, shown(value), f"a dict of {kind.__name__}s by name", op=op)
     if not all(isinstance(name, str) and is_unicode(name) for name in value):

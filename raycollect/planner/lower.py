@@ -1,4 +1,4 @@
-"""From a request to the buffers and kernels of each rank: by the backend's own kernel, or by others that it has."""
+"""Lowers a request to the buffers and kernels of each rank: to the backend's own kernel, or to its substitutes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _own(request: Request, operands: Operands) -> Template:
 
 
 def _new_output(spec: OperationSpec) -> Buffer:
-    """The output that a rank makes which gives, too."""
+    """The new output of a rank that also gives."""
     if spec.takes_pieces:
         return _LEARNED
     return _PIECE if spec.gives_pieces else _LIKE
@@ -87,7 +87,7 @@ def _by_broadcast(request: Request, operands: Operands) -> Template:
 
 
 def _on_all(request: Request, operands: Operands) -> Template:
-    """A reduce or gather: all ranks get the result, and all but the root forget it."""
+    """A reduce or gather: all ranks get the result, and all except the root drop it."""
     own, scratch = _own(request, operands), Buffer(role=Role.LIKE, source=0, scratch=True)
     kind = OpKind.ALLREDUCE
     if request.kind is OpKind.GATHER:
@@ -98,7 +98,7 @@ def _on_all(request: Request, operands: Operands) -> Template:
 
 
 def _of_all(request: Request, operands: Operands) -> Template:
-    """An operation that moves values: all ranks get all of them, and each keeps what it takes."""
+    """An operation that moves values: all ranks get all values, and each copies its own results."""
     spec, rank = OPERATIONS[request.kind], operands[0]
     if spec.takes_pieces:
         return _on_all(request, operands)
@@ -131,14 +131,14 @@ _WRITERS: dict[tuple[OpKind, ...], _Writer | None] = {
     (): lambda request, operands: Template(buffers=(), steps=()),
     PAIR: None,
 }
-"""How an operation is made of others (`OperationSpec.substitutes`); None: by the algorithm of pairs."""
+"""The writers of an operation's substitutes (`OperationSpec.substitutes`); None for the algorithm of pairs."""
 
 
 def lower(request: Request, membership: Membership) -> Part:
     """Chooses buffers and kernels for each rank.
 
     Raises:
-        UnsupportedError: The backend can't run the operation, nor anything that could stand in for it.
+        UnsupportedError: The backend can't run the operation, nor any substitute.
     """
     write = _writer(request)
     written = [(write or _own)(request, operands) for operands in request.operands]

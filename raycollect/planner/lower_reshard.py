@@ -1,4 +1,4 @@
-"""From a reshard to a part of a plan: an all-to-all whose messages are boxes that the ranks pack and unpack."""
+"""Lowers a reshard to a part of a plan: an all-to-all whose messages are boxes that the ranks pack and unpack."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raycollect.planner.template import Buffer, Local, Role, Template, TemplateS
 
 
 def reshard_violations(request: Request, reshard: Reshard) -> tuple[Violation, ...]:
-    """All that is wrong with a reshard whatever its tensors: its layouts, its ranks, and what the backend lacks."""
+    """All violations of a reshard for any tensors: of its layouts, its ranks and its backend."""
     violations = []
     group = request.group
     if OpKind.ALLTOALL.value not in group.ops:
@@ -47,7 +47,7 @@ def resharded(request: Request, reshard: Reshard, membership: Membership) -> Par
     """Plans a reshard without violations.
 
     Raises:
-        InternalError: The plan would be wrong (a bug of ours); nothing of it is sent.
+        InternalError: The plan would be wrong (a bug of ours).
     """
     halves = halves_of(reshard, routes(reshard, membership.topology.hosts))
     problem = problem_of(reshard, halves)
@@ -62,7 +62,7 @@ def resharded(request: Request, reshard: Reshard, membership: Membership) -> Par
 
 
 def _template(request: Request, operands: Operands, half: bytes, *, takes: bool) -> Template:
-    """Where a given target is not to be written, or not before all ranks have theirs, a tensor like it is."""
+    """A new tensor replaces a given target that is not to be written, or only after all ranks have their results."""
     _, src, dst = operands
     buffers = [] if src is None else [Buffer(role=Role.OPERAND)]
     given, held = -1 if src is None else 0, -1 if dst is None else len(buffers)

@@ -25,10 +25,10 @@ from raycollect.planner.verify import verify
 from raycollect.planner.verify_order import verify_order
 
 _TIMEOUT_S = 60.0
-"""Stands for the time limit in forms, which do not depend on it."""
+"""The time limit of forms, which do not depend on it."""
 
 _STEP_NBYTES = 250
-"""What a step, or a buffer, of a template takes."""
+"""The size of a step, or a buffer, of a template."""
 
 _alone = lru_cache(maxsize=256)(Membership.alone)
 
@@ -45,7 +45,7 @@ def plan(requests: Sequence[Request], memberships: Sequence[Membership] = (), *,
         A plan; each part is verified against the postcondition of its operation, and the order against the requests.
 
     Raises:
-        RefusedError: A request makes no sense, or its backend can't do it; has all reasons.
+        RefusedError: A request is invalid, or its backend can't run it; has all reasons.
         InternalError: The plan would be wrong (a bug of ours).
     """
     given = tuple(memberships) or tuple(_alone(request.group) for request in requests)
@@ -59,7 +59,7 @@ def plan_part(request: Request, membership: Membership | None = None) -> Part:
     """Plans one request by itself; returns the same object for all requests of one form.
 
     Raises:
-        RefusedError: The request makes no sense, or the backend can't do it; has all reasons.
+        RefusedError: The request is invalid, or the backend can't run it; has all reasons.
         InternalError: The plan would be wrong (a bug of ours).
     """
     operands = tuple(
@@ -75,7 +75,7 @@ def plan_part(request: Request, membership: Membership | None = None) -> Part:
         _parts.add((form, group), [group], part)
         return part
     except RefusedError:
-        validate(request)  # says it of the request itself
+        validate(request)  # raises the error of the request itself
         raise
 
 

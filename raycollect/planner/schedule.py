@@ -1,9 +1,9 @@
 """Puts the requests of a batch into one order that all participants keep, and bundles equal ones.
 
-Requests are taken in program order. A request runs after those it depends on: one of the two writes what the other
-uses, or it takes what the other makes. It joins an earlier bundle of its own form if its dependencies allow that; their
-tensors may then travel packed. The order is one list for the whole plan, and every participant runs its share of it
-from the front. So nobody waits in a cycle: of all launches that have not ended, the first one can always go on.
+Requests are taken in program order. A request runs after its dependencies: requests whose output it takes, and requests
+that share an operand with it which one of the two writes. It joins an earlier bundle of its own form if its
+dependencies allow that; their tensors may then travel packed. The order is one list for the whole plan, and every
+participant runs its share of it from the front. So waits form no cycle: of all launches that have not ended, the first one can always go on.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def schedule(
 def _participants(
     parts: Sequence[Part], memberships: Sequence[Membership]
 ) -> tuple[tuple[str, ...], Membership | None]:
-    """All participants, and a group that has all of them: in the order of its ranks, else in that of the requests."""
+    """All participants, and a group that has all of them; in its order of ranks, else in that of the requests."""
     names: dict[str, None] = {}
     seen = set[tuple[int, int]]()
     for part, membership in zip(parts, memberships, strict=True):
@@ -64,7 +64,7 @@ def _participants(
 
 
 def dependencies(requests: Sequence[Request], parts: Sequence[Part]) -> list[set[int]]:
-    """For each request, the earlier ones that it must run after; without those that these run after in turn."""
+    """For each request, the earlier requests on which it depends directly."""
     written: dict[Source, int] = {}  # source -> the last request that writes it
     read: dict[Source, list[int]] = {}  # source -> the requests that have read it since
     before: list[set[int]] = []
@@ -105,7 +105,7 @@ def _numbered(
     """Numbers the launches; consecutive ones over the same ranks of the same group become one."""
     together = []
     width = 1
-    open_: tuple[object, int] | None = None  # who is in the newest launch, and its number
+    open_: tuple[object, int] | None = None  # the ranks of the newest launch, and its number
     begun = False  # whether a launch after that of the agreement was begun
     for requests in order:
         part = parts[requests[0]]
@@ -129,7 +129,7 @@ def _numbered(
 
 def _rounds(requests: Sequence[Request], parts: Sequence[Part]) -> tuple[int, ...]:
     """The first round of agreement of each request: when the shapes of all that it uses are known."""
-    learned: list[int] = []  # request -> the round before which its output's shapes are known
+    learned: list[int] = []  # for each request, the last round that its output's shapes need
     brought = []
     for request, part in zip(requests, parts, strict=True):
         sources = [source for _, src, dst in request.operands for source in (src, dst) if isinstance(source, Made)]

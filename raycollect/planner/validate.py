@@ -1,4 +1,4 @@
-"""What makes sense of a request before any tensor is known: its ranks, its operands and its arguments."""
+"""Static validation of a request, before shapes are known: of its ranks, operands and arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raycollect.planner.lower_reshard import reshard_violations
 
 
 def validate(request: Request) -> None:
-    """Refuses a request that is wrong whatever its tensors; RefusedError: has all reasons."""
+    """Refuses a request that is invalid for any tensors; RefusedError has all reasons."""
     if request.reshard is not None:
         violations = reshard_violations(request, request.reshard)
     else:
@@ -66,7 +66,7 @@ def _placed(request: Request) -> list[Operands]:
 
 
 def _without_operand(request: Request, misplaced: set[str]) -> set[int]:
-    """Ranks that lack an operand; not those whose operand another rank brought, as that is reported itself."""
+    """Ranks that lack an operand, except if another rank has an operand too many, which is reported instead."""
     if not (placed := _placed(request)):
         return set()
     spec = OPERATIONS[request.kind]
@@ -120,7 +120,7 @@ def _argument_violations(request: Request) -> list[Violation]:
 
 
 def brought(request: Request, key: Source) -> tuple[Operands, ...]:
-    """The operands of a collective to which every rank brings all that it can, each named `key`."""
+    """The operands of a collective to which every rank gives all operands of its role, each named `key`."""
     spec = OPERATIONS[request.kind]
     gives, takes = _who(request, spec.gives), _who(request, spec.outputs)
     ranks = sorted(_members(request))

@@ -1,7 +1,7 @@
 """Proves a plan before it is sent.
 
-A collective is a precondition and a postcondition over the contents of buffers (the idea of msccl-tools): what rank r
-gives holds the atom (r, piece); kernels move and fold atoms; afterwards each result must be what the operation means,
+A collective is a precondition and a postcondition over the contents of buffers (the idea of msccl-tools): the input of
+rank r holds the atom (r, piece); kernels move and fold atoms; afterwards each result must have the operation's atoms,
 and operands that are not the result must be unchanged. The run also proves that sends pair with receives and that no
 rank waits forever. Each of a part's algorithms is run (`symbolic`).
 
@@ -28,7 +28,7 @@ def verify(part: Part, *, bitwise: bool = True) -> None:
     With `bitwise`, values must be folded one by one in rank order; else any order and grouping will do.
 
     Raises:
-        InternalError: It deadlocks, or its result is not what the operation means.
+        InternalError: It deadlocks, or has a wrong result.
     """
     request = part.request
     averages = request.op is ReduceOp.AVG
@@ -131,7 +131,7 @@ def _given(kind: OpKind, rank: int, count: int) -> Cell:
 
 
 def _meant(spec: OperationSpec, i: int, ranks: tuple[int, ...], root: int) -> Cell | None:
-    """What the rank at position i must hold, where the root has that position; None: no result."""
+    """The result of the rank at position i, where `root` is the root's position; None if it has none."""
     if not spec.takes or (spec.takes == "root" and i != root):
         return None
     atoms = _atoms(ranks, spec.givers(i, len(ranks), root), i if spec.gives_pieces else -1)

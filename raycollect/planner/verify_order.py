@@ -1,6 +1,6 @@
 """Proves, before it is sent, that all participants can keep the order of a plan.
 
-It proves three things. Requests that depend on each other run in program order. Nobody waits forever: all participants
+It proves three things. Requests that depend on each other run in program order. No rank waits forever: all participants
 begin launches in one ascending order of numbers, and a number belongs to one set of ranks, so that the lowest launch
 under way can always go on. And no request is left out or run twice.
 """
@@ -17,8 +17,7 @@ from raycollect.planner.membership import Membership
 def verify_order(plan: Plan) -> None:
     """Proves that the order keeps dependencies, and that waits form no cycle.
 
-    It looks at each operand of each request once, and trusts nothing that the schedule has noted except the order
-    itself.
+    It looks at each operand of each request once, and trusts only the order itself of the schedule's results.
 
     Raises:
         InternalError: The order does not hold.
@@ -101,7 +100,7 @@ def _made_late(plan: Plan, number: int, maker: int, place: dict[int, int]) -> st
 
 
 def _launch_problem(plan: Plan) -> str:
-    highest, shared = 0, None  # the newest launch, and who may go on using it
+    highest, shared = 0, None  # the newest launch, and the ranks that may go on using it
     for together in plan.order:
         part, membership = plan.parts[together.requests[0]], plan.memberships[together.requests[0]]
         who = (part.request.group.group_id, part.ranks) if len(part.choices) == 1 and part.width == 1 else None
@@ -122,7 +121,7 @@ def _launch_problem(plan: Plan) -> str:
 
 def _sequential_launch_problem(plan: Plan) -> str:
     if plan.width == 1 and not any(plan.alone):
-        # The order above has shown that all of them can run in the launch of the agreement, if it is the only one.
+        # The checks above have shown that all requests can run in the launch of the agreement, if it is the only one.
         return "" if all(part.width == 1 for part in plan.parts) else "has launches that are not numbered"
     begin = 1
     for number, (base, part) in enumerate(zip(plan.alone, plan.parts, strict=True)):

@@ -1,4 +1,4 @@
-"""Finds, for each part of each tensor, who holds it and who needs it; and all that is wrong with two layouts."""
+"""Matches the holders and readers of each part of each tensor, and finds all faults of two layouts."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class BoxPiece(NamedTuple):
     """A box that travels whole: all of its holders have all of it, and all of its readers need all of it."""
 
     box: Box
-    holders: tuple[tuple[Alike, ...], ...]  # for each addend (one, where it is the value), who has it
+    holders: tuple[tuple[Alike, ...], ...]  # for each addend (one, if it is no sum), the ranks that hold it
     readers: tuple[Alike, ...]  # a rank that needs the box at several places is in several
 
 
 class Matched(NamedTuple):
-    """The pieces of tensors of one form, and what nobody holds."""
+    """The pieces of tensors of one form, and the boxes that no rank holds."""
 
     pieces: tuple[BoxPiece, ...]
-    holes: tuple[tuple[Box, int, tuple[int, ...]], ...]  # (a box, the addend that is missing, who needs it)
+    holes: tuple[tuple[Box, int, tuple[int, ...]], ...]  # (a box, its missing addend, its readers)
 
 
 @lru_cache(maxsize=256)
 def matched(src: Regions, dst: Regions) -> Matched:
-    """Matches what sources hold with what targets need; empty boxes need nothing."""
+    """Matches the boxes of sources with those of targets, without empty ones."""
     held = atoms([region.bounds for region in src.rows])
     wanted = atoms([region.bounds for region in dst.rows])
     index = BoxIndex([box for box, _ in held])
@@ -77,7 +77,7 @@ def _alike(rows: Sequence[Region]) -> tuple[Alike, ...]:
 
 
 def faults(reshard: Reshard) -> list[Violation]:
-    """All that is wrong with the layouts of a reshard, whatever the tensors; nothing may move where there is any."""
+    """All faults of the layouts of a reshard, for any tensors; a reshard with faults is refused."""
     violations = [
         *_side_faults("src", reshard.src, reshard.src_ranks),
         *_side_faults("dst", reshard.dst, reshard.dst_ranks),
@@ -102,7 +102,7 @@ _CONVERTED = ("float64", "float32", "float16", "bfloat16")
 
 
 def objection(given: Layout, taken: Layout) -> str:
-    """Why a tensor can't be converted on its way: what there should be instead."""
+    """The expected dtypes, if a tensor can't be converted on its way; else an empty text."""
     if given.dtype not in _CONVERTED or taken.dtype not in _CONVERTED:
         return f"its dtype; what is converted is {', '.join(_CONVERTED)}"
     if given.regions.parts > 1 and given.itemsize == taken.itemsize:
@@ -135,7 +135,7 @@ def _side_faults(side: str, given: Named, ranks: Sequence[int]) -> Iterator[Viol
 
 
 def fused_faults(side: str, given: Named, *, is_written: bool) -> Iterator[Violation]:
-    """What is wrong with local tensors that several regions share; `is_written`: each element has to be of one."""
+    """The faults of local tensors that several regions share; if `is_written`, regions must not overlap."""
     keyed: dict[str, dict[str, Layout]] = {}
     for name, layout in given:
         keyed.setdefault(layout.key or name, {})[name] = layout

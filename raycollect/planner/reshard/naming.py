@@ -1,8 +1,8 @@
 """Layouts by name or pattern: which layout a tensor has, where a dict of layouts may have patterns for keys.
 
-A key with ``*`` or ``?`` is a pattern, as `fnmatch` reads it. An exact name comes before all patterns, and the first
+A key with ``*`` or ``?`` is a pattern, as `fnmatch` reads it. An exact name precedes all patterns, and the first
 pattern that matches counts. Where the layout of a pattern names the local tensor that it lies in (``"layers.*.qkv"``),
-the wildcards of that name are what those of the pattern have matched, in their order.
+the wildcards of that name are replaced by the matches of the pattern's wildcards, in order.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _TOKEN = re.compile(r"\*|\?|\[!?\]?[^\]]*\]|.", re.DOTALL)
 
 
 def is_pattern(key: str) -> bool:
-    """Whether a key of a dict of layouts stands for all names that match it."""
+    """Whether a key of a dict of layouts is a pattern."""
     return "*" in key or "?" in key
 
 
 def has_patterns(layouts: Mapping[str, Layout]) -> bool:
-    """Whether any key is a pattern, so that the names have to come from elsewhere."""
+    """Whether any key is a pattern, so that the names have to be given."""
     return any(map(is_pattern, layouts))
 
 
@@ -68,7 +68,7 @@ def of_held(layouts: Mapping[str, Layout], keys: Iterable[str]) -> tuple[dict[st
 
 
 def pattern_faults(side: str, layouts: Mapping[str, Layout]) -> Iterator[Violation]:
-    """Patterns whose local tensor has other wildcards, so that nobody knows what these would be."""
+    """The violations of patterns whose local tensor has other wildcards."""
     for name, layout in layouts.items():
         if layout.key and _wildcards(layout.key) != _wildcards(name):
             actual = f"in {layout.key!r}"
@@ -76,7 +76,7 @@ def pattern_faults(side: str, layouts: Mapping[str, Layout]) -> Iterator[Violati
 
 
 def unmatched(side: str, missing: Iterable[str], layouts: Mapping[str, Layout]) -> Violation:
-    """Says that tensors have no layout."""
+    """The violation of tensors without a layout."""
     expected = "a name or pattern for each of them"
     if layouts:
         expected += f", beside {listed(map(repr, layouts))}"

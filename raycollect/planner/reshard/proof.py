@@ -1,8 +1,8 @@
 """Proves the halves of all ranks before any is sent: each target gets each of its elements once, the right one.
 
-The proof reads nothing but the halves and the layouts. It follows every message from its giver to its taker, works out
-from the local boxes at both ends which elements of which tensors they are, and then looks at what each region of each
-target has got.
+The proof reads only the halves and the layouts. It follows every message from its sender to its receiver, maps the
+local boxes at both ends to elements of global tensors, and checks that each region of each target has received its
+elements.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from raycollect.planner.reshard.rounds import ROUND_NBYTES
 
 
 class _WrongHalfError(Exception):
-    """What is wrong with the halves."""
+    """The halves are wrong."""
 
 
 class _Message(NamedTuple):
-    """What a local box of some names is; one object on all ranks that hold the same regions."""
+    """The elements of a local box of some names; one object on all ranks that hold the same regions."""
 
     form: Form
     named: Box  # of the global tensors, with the names as one more dimension
@@ -39,11 +39,11 @@ _Sent = dict[int, dict[int, list[Box]]]
 """Giver -> taker -> the boxes of the messages."""
 
 _VALUE, _PASSED_ON = [0], [-1]
-"""The addends of what is no sum."""
+"""The addends of a message that is no sum."""
 
 
 class _Held:
-    """What some ranks hold alike on one side, and what is known of local boxes there."""
+    """The regions that some ranks of one side hold, and the messages of their local boxes."""
 
     def __init__(self, regions: Sequence[Sequence[Region]], *, is_dst: bool) -> None:
         self.regions = regions  # of each form
@@ -53,7 +53,7 @@ class _Held:
 
 
 def problem_of(reshard: Reshard, halves: Mapping[int, Half]) -> str:
-    """What is wrong with the halves; empty where they are proven."""
+    """The fault of the halves; empty if they are proven."""
     try:
         _Proof(reshard, halves).run()
     except _WrongHalfError as exc:
@@ -178,7 +178,7 @@ class _Proof:
         return side.get(rank, self._nothing)
 
     def _messages(self, rank: int, some: tuple[LocalBoxes, ...], *, is_dst: bool) -> _Messages:
-        """What local boxes are, by the regions that the rank has."""
+        """The messages of local boxes, by the regions of the rank."""
         held = self._held(rank, is_dst=is_dst)
         messages = held.tuples.get(id(some))
         if messages is None:

@@ -1,4 +1,4 @@
-"""What a reshard asks for: the layouts of both sides, the ranks that the sides are, and what each rank must hold."""
+"""A request of a reshard: the layouts and ranks of both sides, and the tensors that each rank must hold."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Named = tuple[tuple[str, Layout], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Form:
-    """Tensors that lie alike on both sides, and so travel alike. Each is one object of its reshard."""
+    """Tensors with the same regions on both sides, which travel together. Each is one object of its reshard."""
 
     src: Regions
     dst: Regions
-    itemsize: int  # of what travels
+    itemsize: int  # of the elements that travel
     first: int  # the place of the first of its names in `Reshard.names`
-    count: int  # how many there are; they are consecutive
+    count: int  # the number of its names, which are consecutive
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,8 +34,8 @@ class Reshard:
     """Two layouts, bound to the ranks of a group. Equal where all layouts and ranks are.
 
     Attributes:
-        src: What the sources hold. A single tensor has the name ``""``.
-        dst: What the targets want.
+        src: The layouts of the sources. A single tensor has the name ``""``.
+        dst: The layouts of the targets.
         src_ranks: The rank in the group of each rank of the sources.
         dst_ranks: The same of the targets.
     """
@@ -100,7 +100,7 @@ class Reshard:
 def travelling(src: Layout, dst: Layout) -> str:
     """The element type in which a tensor travels: the narrower of both; addends of sums as they are.
 
-    What has arrived is passed on as it travelled: no conversion there and back changes it.
+    Received boxes are passed on without a conversion, which could change them.
     """
     return src.dtype if src.regions.parts > 1 or src.itemsize < dst.itemsize else dst.dtype
 
@@ -117,11 +117,11 @@ class LocalTensor(Wire, frozen=True, kw_only=True):
 
 
 def local_tensors(side: Named) -> dict[int, tuple[LocalTensor, ...]]:
-    """What each rank of a side must hold, by rank; ranks that look alike share one object."""
+    """The tensors that each rank of a side must hold, by rank; ranks with equal tensors share one object."""
     keyed: dict[str, list[Layout]] = {}
     for name, layout in side:
         keyed.setdefault(layout.key or name, []).append(layout)
-    kinds: dict[tuple[_Lying, ...], list[str]] = {}  # keys that lie alike
+    kinds: dict[tuple[_Lying, ...], list[str]] = {}  # keys of the same regions
     for key, layouts in keyed.items():
         kinds.setdefault(tuple((layout.regions, layout.dtype, layout.axes) for layout in layouts), []).append(key)
     shared: dict[tuple[object, ...], tuple[LocalTensor, ...]] = {}
@@ -161,11 +161,11 @@ def _local(tables: Sequence[_Lying], rank: int) -> tuple[Point, bool] | None:
 
 
 Fault = tuple[str, str, str]
-"""(what is wrong, what was found, what the layout says)."""
+"""(the wrong property, its value, the expected value)."""
 
 
 def faults_of(structure: Structure, infos: Sequence[TensorInfo], tensors: Sequence[LocalTensor]) -> list[Fault]:
-    """All that is wrong with what a rank holds; `tensors` is what it should hold."""
+    """All faults of the value that a rank holds; `tensors` are the expected ones."""
     names = tuple(tensor.key for tensor in tensors)
     if names == ("",):
         if structure != TENSOR:
@@ -192,7 +192,7 @@ def _unlike(pairs: Sequence[tuple[str, TensorInfo, LocalTensor]]) -> Iterator[Fa
 
 
 def made_of(tensors: Sequence[LocalTensor], library: str = "numpy") -> tuple[Structure, tuple[TensorInfo, ...]]:
-    """What is made for a target that has no tensors yet."""
+    """The new tensors of a target that has none yet."""
     infos = tuple(
         TensorInfo(shape=tensor.shape, dtype=tensor.dtype, itemsize=tensor.itemsize, library=library)
         for tensor in tensors

@@ -14,14 +14,14 @@ from raycollect.planner.reshard.request import LocalTensor, Named, Reshard, loca
 from raycollect.planner.reshard.routes import Routes, Transfer
 
 ROUND_NBYTES = 16 << 20
-"""How much a rank sends, and receives, in a round at most (a sum of single elements may need more)."""
+"""The most bytes that a rank sends, and receives, in a round (a sum of single elements may need more)."""
 
 PIECE_NBYTES = 4 << 20
-"""How much of one box travels in a round at most."""
+"""The most bytes of one box that travel in a round."""
 
 
 def halves_of(reshard: Reshard, chosen: Routes) -> dict[int, Half]:
-    """Writes what each rank does; in the order of the ranks."""
+    """Writes the halves of all ranks, in the order of the ranks."""
     packer = _Packer()
     for number, stage in enumerate(chosen.stages):
         packer.pack(stage, passes_on=number > 0)
@@ -52,7 +52,7 @@ def halves_of(reshard: Reshard, chosen: Routes) -> dict[int, Half]:
 
 
 class _Side:
-    """The local tensors of the ranks of one side; ranks that look alike share the tables."""
+    """The local tensors of the ranks of one side; ranks with equal tensors share the tables."""
 
     def __init__(self, reshard: Reshard, named: Named, ranks: Sequence[int]) -> None:
         layouts = dict(named)
@@ -80,11 +80,11 @@ class _CutBox(NamedTuple):
 
 
 _Columns = tuple[list[int], list[LocalBoxes], list[tuple[int, ...]], list[LocalBoxes]]
-"""What a rank does in a round: takers, gives, givers and takes."""
+"""The columns of a rank in a round: takers, gives, givers and takes."""
 
 
 class _Filled(NamedTuple):
-    """What is in a round so far."""
+    """The transfers of a round so far."""
 
     passes_on: bool
     columns: defaultdict[int, _Columns]  # by rank
@@ -112,7 +112,7 @@ class _Packer:
                     incoming, at = nbytes * len(givers), max(sent, taken) // ROUND_NBYTES
                     floor, end = at * ROUND_NBYTES, (at + 1) * ROUND_NBYTES
                     if max(sent, floor) + nbytes * several > end or max(taken, floor) + incoming > end:
-                        at, floor = at + 1, end  # which none of them has begun
+                        at, floor = at + 1, end  # a round that none of them has begun
                     while len(self._rounds) <= at:
                         filled = _Filled(passes_on, defaultdict(lambda: ([], [], [], [])), defaultdict(int))
                         self._rounds.append(filled)
@@ -149,7 +149,7 @@ _Known = dict[tuple[int, ...], tuple[Any, ...]]
 
 
 def _shared(tuples: _Known, some: Sequence[Any]) -> tuple[Any, ...]:
-    """Tuples of the same objects become one, which keeps them."""
+    """One tuple for all sequences of the same objects."""
     return tuples.setdefault(tuple(map(id, some)), tuple(some))
 
 
