@@ -1,8 +1,8 @@
 """The agreement before launch (P3), as a pure state machine.
 
-Every rank of a plan sends the operation that it is about to run (`Spec`), or the reasons why it can't. `decide` compares
-the arrivals of all: without violations kernels start on all ranks, else on none. Every rank compares the same bytes, so
-all reach the same verdict on any transport.
+Every rank of a plan sends the operation that it is about to run (`Spec`), or the reasons why it can't. `decide`
+compares the arrivals of all: without violations kernels start on all ranks, else on none. Every rank compares the same
+bytes, so all reach the same verdict on any transport.
 
 In each round a participant sends the arrivals of all its requests of that round in one message, in which equal arrivals
 are sent once: a single call is a batch of one.

@@ -3,7 +3,8 @@
 Requests are taken in program order. A request runs after its dependencies: requests whose output it takes, and requests
 that share an operand with it which one of the two writes. It joins an earlier bundle of its own form if its
 dependencies allow that; their tensors may then travel packed. The order is one list for the whole plan, and every
-participant runs its share of it from the front. So waits form no cycle: of all launches that have not ended, the first one can always go on.
+participant runs its share of it from the front. So waits form no cycle: of all launches that have not ended, the first
+one can always go on.
 """
 
 from __future__ import annotations
