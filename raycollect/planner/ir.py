@@ -109,10 +109,6 @@ class Part:
         """The template of one rank."""
         return self.templates[self.parts[self.places[rank]]]
 
-    def outputs(self, rank: int) -> int:
-        """The number of outputs that the plan makes on that rank."""
-        return sum(buffer.is_output for buffer in self.template(rank).buffers)
-
     def touches(self, request: Request) -> list[tuple[Source, bool]]:
         """The operands of a request of this form, and whether each is written."""
         operands = []
@@ -229,7 +225,7 @@ class Plan:
 
     def outputs(self, position: int) -> tuple[int, ...]:
         """The requests that make an output on a participant, in the order in which its program returns them."""
-        return tuple(number for number, rank in self.involved[position] if self.parts[number].outputs(rank))
+        return tuple(number for number, rank in self.involved[position] if self.parts[number].template(rank).makes)
 
     def sources(self, position: int) -> tuple[Source, ...]:
         """The sources behind the keys of a participant's program, in their order."""

@@ -8,7 +8,7 @@ the wildcards of that name are replaced by the matches of the pattern's wildcard
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import translate
 from functools import lru_cache
@@ -31,40 +31,38 @@ def has_patterns(layouts: Mapping[str, Layout]) -> bool:
 
 
 def of_names(layouts: Mapping[str, Layout], names: Iterable[str]) -> tuple[dict[str, Layout], list[str]]:
-    """The layouts of the exact names and of these, which are those of global tensors; and the names without any."""
-    exact = {name: layout for name, layout in layouts.items() if not is_pattern(name)}
-    missing = []
-    for name in names:
-        if name in exact:
-            continue
-        for pattern, layout in layouts.items():
-            if is_pattern(pattern) and (matched := _compiled(pattern).fullmatch(name)) is not None:
-                exact[name] = replace(layout, key=_filled(layout.key, matched.groups())) if layout.key else layout
-                break
-        else:
-            missing.append(name)
-    return exact, missing
+    """The layouts of the exact names and of these names of global tensors, and the names without a layout."""
+    return _expanded(layouts, names, lambda name, layout: name)
 
 
 def of_held(layouts: Mapping[str, Layout], keys: Iterable[str]) -> tuple[dict[str, Layout], list[str]]:
-    """The same where the names of the local tensors are known, each of which may hold several global ones."""
-    exact = {name: layout for name, layout in layouts.items() if not is_pattern(name)}
-    named = {layout.key or name for name, layout in exact.items()}
-    patterns = {name: layout.key or name for name, layout in layouts.items() if is_pattern(name)}
+    """The same by names of local tensors, each of which may hold several global ones."""
+    return _expanded(layouts, keys, lambda name, layout: layout.key or name)
+
+
+def _expanded(
+    layouts: Mapping[str, Layout], wanted: Iterable[str], tensor_of: Callable[[str, Layout], str]
+) -> tuple[dict[str, Layout], list[str]]:
+    expanded = {name: layout for name, layout in layouts.items() if not is_pattern(name)}
+    exact = {tensor_of(name, layout) for name, layout in expanded.items()}
+    patterns: dict[str, list[str]] = {}
+    for name, layout in layouts.items():
+        if is_pattern(name):
+            patterns.setdefault(tensor_of(name, layout), []).append(name)
     missing = []
-    for key in keys:
-        if key in named:
+    for tensor in wanted:
+        if tensor in exact:
             continue
-        for pattern in dict.fromkeys(patterns.values()):
-            if (matched := _compiled(pattern).fullmatch(key)) is not None:
-                names = {
-                    _filled(name, matched.groups()): layouts[name] for name, to in patterns.items() if to == pattern
-                }
-                exact |= {name: replace(layout, key=key) if layout.key else layout for name, layout in names.items()}
+        for pattern, names in patterns.items():
+            if (match := _compiled(pattern).fullmatch(tensor)) is not None:
+                groups = match.groups()
+                for name in names:
+                    key = _filled(layouts[name].key, groups)
+                    expanded[_filled(name, groups)] = replace(layouts[name], key=key) if key else layouts[name]
                 break
         else:
-            missing.append(key)
-    return exact, missing
+            missing.append(tensor)
+    return expanded, missing
 
 
 def pattern_faults(side: str, layouts: Mapping[str, Layout]) -> Iterator[Violation]:
