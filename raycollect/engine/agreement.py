@@ -397,12 +397,12 @@ class Agreement:
             raise ProtocolError(detail=f"request {request} was not brought by all of its ranks") from exc
 
 
-def alone(arrival: bytes) -> bytes:
-    """Writes the arrival of a plan's only request; the inverse of `of_alone`."""
+def encode_single(arrival: bytes) -> bytes:
+    """Writes the arrival of a plan's only request; the inverse of `decode_single`."""
     return encode_arrivals({0: arrival}, conflict=False)
 
 
-def of_alone(rank: int, data: bytes) -> bytes:
+def decode_single(rank: int, data: bytes) -> bytes:
     """Reads a rank's arrival of a plan's only request; raises ProtocolError on other bytes."""
     try:
         _, arrivals = decode_arrivals(bytes(data))

@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from raycollect.planner.prediction import Cluster as Cluster
     from raycollect.planner.prediction import Prediction as Prediction
     from raycollect.planner.prediction import predict as predict
-    from raycollect.planner.validate import brought as brought
+    from raycollect.planner.validate import complete_operands as complete_operands
 else:  # otherwise type checkers would accept any name
     _HOMES = {
         **dict.fromkeys(("plan", "plan_part"), "passes"),
         **dict.fromkeys(("Cluster", "Prediction", "predict"), "prediction"),
-        "brought": "validate",
+        "complete_operands": "validate",
     }
 
     def __getattr__(name: str) -> Any:

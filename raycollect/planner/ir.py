@@ -144,7 +144,7 @@ class Plan:
     participants: tuple[str, ...]  # their names (`Membership.participants`), by position
     order: tuple[Together, ...]  # the requests that run together, in the one global order
     alone: tuple[int, ...]  # for each request, where its launches begin if nothing may be reordered
-    brought: tuple[int, ...]  # for each request, the first round of agreement that it takes part in
+    first_rounds: tuple[int, ...]  # for each request, the first round of agreement that it takes part in
     rounds: int  # the number of rounds of agreement
     # A group that has all participants; None if they agree through the controller
     agreement: Membership | None = field(repr=False)
@@ -283,7 +283,7 @@ class Plan:
         task = self._tasks.get((share, number, inputs))
         if task is None:
             task = Task(
-                share=share, request=number, inputs=inputs, round=self.brought[number], alone=self.alone[number]
+                share=share, request=number, inputs=inputs, round=self.first_rounds[number], alone=self.alone[number]
             )
             self._tasks[share, number, inputs] = task
         return task

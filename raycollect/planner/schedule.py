@@ -31,7 +31,7 @@ def schedule(
     alone = [0] * len(parts)
     if width > 1:
         *alone, width = accumulate((part.width for part in parts), initial=width)
-    brought = _rounds(requests, parts)
+    first_rounds = _rounds(requests, parts)
     return Plan(
         requests=tuple(requests),
         parts=tuple(parts),
@@ -39,8 +39,8 @@ def schedule(
         participants=participants,
         order=together,
         alone=tuple(alone),
-        brought=brought,
-        rounds=max((first + part.rounds for first, part in zip(brought, parts, strict=True)), default=1),
+        first_rounds=first_rounds,
+        rounds=max((first + part.rounds for first, part in zip(first_rounds, parts, strict=True)), default=1),
         agreement=agreement,
         width=width,
         staging=staging,
@@ -131,10 +131,10 @@ def _numbered(
 def _rounds(requests: Sequence[Request], parts: Sequence[Part]) -> tuple[int, ...]:
     """The first round of agreement of each request: when the shapes of all that it uses are known."""
     learned: list[int] = []  # for each request, the last round that its output's shapes need
-    brought = []
+    first_rounds = []
     for request, part in zip(requests, parts, strict=True):
         sources = [source for _, src, dst in request.operands for source in (src, dst) if isinstance(source, Made)]
         first = max((learned[source.request] for source in sources), default=0)
-        brought.append(first)
+        first_rounds.append(first)
         learned.append(first + part.rounds - 1)
-    return tuple(brought)
+    return tuple(first_rounds)

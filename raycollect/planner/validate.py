@@ -119,7 +119,7 @@ def _argument_violations(request: Request) -> list[Violation]:
     return violations
 
 
-def brought(request: Request, key: Source) -> tuple[Operands, ...]:
+def complete_operands(request: Request, key: Source) -> tuple[Operands, ...]:
     """The operands of a collective to which every rank gives all operands of its role, each named `key`."""
     spec = OPERATIONS[request.kind]
     gives, takes = _who(request, spec.gives), _who(request, spec.outputs)

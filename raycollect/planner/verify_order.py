@@ -34,7 +34,7 @@ def verify_order(plan: Plan) -> None:
 
 
 def _participants_problem(plan: Plan) -> str:
-    counts = {len(column) for column in (plan.requests, plan.parts, plan.memberships, plan.alone, plan.brought)}
+    counts = {len(column) for column in (plan.requests, plan.parts, plan.memberships, plan.alone, plan.first_rounds)}
     if len(counts) > 1:
         return f"has columns of {sorted(counts)} rows"
     places = {participant: at for at, participant in enumerate(plan.participants)}
@@ -94,7 +94,7 @@ def _made_late(plan: Plan, number: int, maker: int, place: dict[int, int]) -> st
         return f"has request {number} use what request {maker} makes"
     if place[maker] >= place[number]:
         return f"has request {number} not after request {maker}, whose output it uses"
-    if plan.brought[number] < plan.brought[maker] + plan.parts[maker].rounds - 1:
+    if plan.first_rounds[number] < plan.first_rounds[maker] + plan.parts[maker].rounds - 1:
         return f"brings request {number} to the consistency check before the shapes of request {maker} are known"
     return ""
 
@@ -137,5 +137,5 @@ def _is_whole(part: Part, membership: Membership, participants: Sequence[str]) -
 
 
 def _rounds_problem(plan: Plan) -> str:
-    needed = max((first + part.rounds for first, part in zip(plan.brought, plan.parts, strict=True)), default=1)
+    needed = max((first + part.rounds for first, part in zip(plan.first_rounds, plan.parts, strict=True)), default=1)
     return f"needs {needed} rounds of the consistency check and has {plan.rounds}" if needed > plan.rounds else ""
