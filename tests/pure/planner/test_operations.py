@@ -191,10 +191,3 @@ def test_what_can_not_be_made_is_refused_naming_backend_operation_and_what_there
         can = set(violation.expected.removeprefix("one of ").split(", "))
         assert set(ops) <= can
         assert kind.value not in can
-
-
-def test_what_sends_and_receives_can_stand_for_is_named() -> None:
-    with pytest.raises(UnsupportedError) as caught:
-        plan_part(request_of(OpKind.ALLREDUCE, 3, ops=("send", "recv")))
-    (violation,) = caught.value.violations
-    assert violation.expected == "one of allgather, alltoall, barrier, broadcast, gather, recv, scatter, send"
