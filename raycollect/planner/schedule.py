@@ -71,11 +71,14 @@ def dependencies(requests: Sequence[Request], parts: Sequence[Part]) -> list[set
     before: list[set[int]] = []
     for number, (request, part) in enumerate(zip(requests, parts, strict=True)):
         touched = part.touches(request)
-        after = {source.request for source, _ in touched if isinstance(source, Made)}
-        after.update(written[source] for source, _ in touched if source in written)
+        after = set[int]()
         for source, writes in touched:
-            if writes:
-                after.update(read.get(source, ()))
+            if isinstance(source, Made):
+                after.add(source.request)
+            if source in written:
+                after.add(written[source])
+            if writes and source in read:
+                after.update(read[source])
         for source, writes in touched:
             if writes:
                 written[source], read[source] = number, []

@@ -32,7 +32,7 @@ def halves_of(reshard: Reshard, chosen: Routes) -> dict[int, Half]:
         for _, rank in transfer.ends:
             copies.setdefault(rank, []).append(copy)
     rounds = packer.written(reshard.ranks)
-    tuples: _Known = {}
+    tuples: _Tuples = {}
     itemsizes = tuple(chain.from_iterable([form.itemsize] * form.count for form in reshard.forms))
     src = _Side(reshard, reshard.src, reshard.src_ranks)
     dst = _Side(reshard, reshard.dst, reshard.dst_ranks)
@@ -58,17 +58,17 @@ class _Side:
         layouts = dict(named)
         self._keys = [layouts[name].key or name for name in reshard.names]
         self._of = {ranks[rank]: tensors for rank, tensors in local_tensors(named).items()}
-        self._known: dict[int, tuple[int, ...]] = {}
+        self._places: dict[int, tuple[int, ...]] = {}
 
     def tensors(self, rank: int) -> tuple[LocalTensor, ...]:
         return self._of.get(rank, ())
 
     def places(self, rank: int) -> tuple[int, ...]:
         tensors = self.tensors(rank)
-        if id(tensors) not in self._known:
+        if id(tensors) not in self._places:
             at = {tensor.key: place for place, tensor in enumerate(tensors)}
-            self._known[id(tensors)] = tuple(at.get(key, -1) for key in self._keys)
-        return self._known[id(tensors)]
+            self._places[id(tensors)] = tuple(at.get(key, -1) for key in self._keys)
+        return self._places[id(tensors)]
 
 
 class _CutBox(NamedTuple):
@@ -129,7 +129,7 @@ class _Packer:
 
     def written(self, ranks: Sequence[int]) -> dict[int, tuple[PlannedBoxRound, ...]]:
         by_rank: dict[int, list[PlannedBoxRound]] = {rank: [] for rank in ranks}
-        tuples: _Known = {}
+        tuples: _Tuples = {}
         for passes_on, columns, pairs in self._rounds:
             most = max(pairs.values())
             idle = PlannedBoxRound(most, False, (), (), (), ())
@@ -145,10 +145,10 @@ class _Packer:
         return {rank: tuple(rounds) for rank, rounds in by_rank.items()}
 
 
-_Known = dict[tuple[int, ...], tuple[Any, ...]]
+_Tuples = dict[tuple[int, ...], tuple[Any, ...]]
 
 
-def _shared(tuples: _Known, some: Sequence[Any]) -> tuple[Any, ...]:
+def _shared(tuples: _Tuples, some: Sequence[Any]) -> tuple[Any, ...]:
     """One tuple for all sequences of the same objects."""
     return tuples.setdefault(tuple(map(id, some)), tuple(some))
 
