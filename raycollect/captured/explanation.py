@@ -13,7 +13,7 @@ from raycollect.driver.requests import Ref
 from raycollect.driver.step_plan import Stage
 from raycollect.errors import CaptureError
 from raycollect.planner import Source
-from raycollect.planner.explain import explain, explain_step
+from raycollect.planner.explain import explain
 from raycollect.planner.report import Explanation, Invoked, MethodCalls, StepExplanation
 
 
@@ -42,7 +42,8 @@ def explain_capture(
                 first += len(stage)
     except ValueError as exc:
         raise CaptureError(detail=f"a run of this captured step would be refused: {exc}") from None
-    return explain_step(found, len(step_plan.participants))
+    stages, counts = tuple(stage for stage, _ in found), tuple(count for _, count in found)
+    return StepExplanation(participants=len(step_plan.participants), stages=stages, fixed=counts)
 
 
 def _known(infos: tuple[TensorInfo, ...] | None) -> tuple[TensorInfo, ...]:

@@ -61,7 +61,7 @@ class StepPlan(Plan):
             participants=tuple(participants),
             order=(),
             alone=(),
-            brought=(),
+            first_rounds=(),
             rounds=max((plan.rounds for plan in plans), default=0),
             agreement=None,
             width=max(sum(plan.width for plan in plans), 1),

@@ -1,11 +1,11 @@
 """The agreement before launch (P3), as a pure state machine.
 
-Every rank of a plan brings what it is about to do (`Spec`), or the reasons why it can't. When all are there, `decide`
-compares: without violations kernels start on all ranks, else on none. Every rank compares the same bytes, so all reach
-the same verdict whichever way the bytes travelled.
+Every rank of a plan sends the operation that it is about to run (`Spec`), or the reasons why it can't. `decide`
+compares the arrivals of all: without violations kernels start on all ranks, else on none. Every rank compares the same
+bytes, so all reach the same verdict on any transport.
 
-In each round a participant brings the arrivals of all its requests of that round in one message, in which requests that
-look alike share one arrival: a single call is a batch of one.
+In each round a participant sends the arrivals of all its requests of that round in one message, in which equal arrivals
+are sent once: a single call is a batch of one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 from raycollect.core.codec import Codec, Wire
@@ -23,7 +24,7 @@ from raycollect.errors import InternalError, ProtocolError, Violation
 from raycollect.planner import Program
 
 LONG_NBYTES = 4096
-"""From when on an arrival is compressed: thousands of tensors that look alike have to fit where ranks meet."""
+"""The size from which an arrival is compressed: backends bound the size of arrivals."""
 
 _CALLERS = {"plan": "a plan", "call": "an imperative call"}
 
@@ -48,12 +49,12 @@ class Side(Wire, frozen=True, kw_only=True):
 
 
 def piece_fault(structure: Structure, infos: Sequence[TensorInfo], count: int) -> tuple[str, str, str]:
-    """What a violation says (kind, found, expected) of a value that can't be cut into a piece for each of the ranks."""
+    """The fields (kind, found, expected) of the violation of a value that can't be cut into a piece for each rank."""
     if structure.kind in ("list", "tuple") and len(structure.items) == count:
         return "mismatch", str(structure), "pieces of equally many tensors"
-    found = str(infos[0]) if structure.kind == "tensor" else str(structure)
+    actual = str(infos[0]) if structure.kind == "tensor" else str(structure)
     expected = f"a list of {count}, one per rank, or one contiguous tensor whose first dimension {count} divides"
-    return "argument", found, expected
+    return "argument", actual, expected
 
 
 class Spec(Wire, frozen=True, kw_only=True):
@@ -62,9 +63,9 @@ class Spec(Wire, frozen=True, kw_only=True):
     caller: str = "plan"  # or "call": an imperative call
     reduce_op: str = ""
     root: int = -1
-    gives: Side | None = None  # None: nothing, or it could not say
-    takes: Side | None = None  # None: it works in place, or its output is still to be made
-    one_device: bool = False  # tensors are not moved, so all must be on one kind of device (`GroupSpec.memory`)
+    gives: Side | None = None  # None if it gives nothing, or failed to describe it
+    takes: Side | None = None  # None if it works in place, or its output is still to be made
+    one_device: bool = False  # tensors are not staged, so all must be on one kind of device (`GroupSpec.memory`)
     op: str
 
     def __post_init__(self) -> None:
@@ -87,16 +88,16 @@ encode_arrival: Callable[[Arrival], bytes] = _ARRIVALS.encode
 decode_arrival: Callable[[bytes], Arrival] = lru_cache(maxsize=256)(_ARRIVALS.decode)
 
 
-# How the field of a violation ends, or goes on with the giver's rank, where a rank's output is meant.
+# The field of a violation of an output ends with it, or with it and the giver's rank.
 OUTPUT = " of output"
 
 _FlowSide = tuple[
     int, str, Side
-]  # (position of a rank, what it is called in a message, the part of its gives or takes)
+]  # (position of a rank, the name of the part in messages, the part of its gives or takes)
 
 
 def _flows(specs: Sequence[Spec]) -> Iterator[list[_FlowSide]]:
-    # Lists of parts that must be alike: what is given, and what it is taken into; without ranks that could not say.
+    # Lists of parts that must match: an input and its outputs; without ranks that failed to describe theirs.
     gives = {at: spec.gives for at, spec in enumerate(specs) if spec.gives is not None}
     takes = {at: spec.takes for at, spec in enumerate(specs) if spec.takes is not None}
     in_pieces, out_pieces = PIECES.get(OpKind(specs[0].op), (False, False))
@@ -126,12 +127,12 @@ def largest(specs: Sequence[Spec]) -> tuple[int, ...]:
 
 
 def learn(specs: Sequence[Spec], at: int, at_root: int, *, of_all: bool = False) -> Side:
-    """Returns what the output of rank `at` must be, from what all give; `at_root` is the position of the root.
+    """Returns the output of rank `at`, from the inputs of all; `at_root` is the position of the root.
 
-    `of_all`: what a scratch must be that takes what all ranks give.
+    `of_all`: returns a scratch for the inputs of all ranks.
 
     Raises:
-        InternalError: A rank that gives did not say what.
+        InternalError: A giver has not described its input.
     """
     in_pieces, out_pieces = PIECES.get(OpKind(specs[at].op), (False, False))
     of_all |= out_pieces
@@ -147,7 +148,7 @@ def learn(specs: Sequence[Spec], at: int, at_root: int, *, of_all: bool = False)
     return Side(structure=structure, tensors=tuple(info for side in sides for info in side.tensors))
 
 
-# What must be equal on all ranks before their tensors can be compared.
+# Properties that must be equal on all ranks before their tensors can be compared.
 _CALL_FIELDS: dict[str, Callable[[Spec], Any]] = {
     "call": lambda spec: _CALLERS[spec.caller],
     "op": lambda spec: spec.op,
@@ -155,19 +156,19 @@ _CALL_FIELDS: dict[str, Callable[[Spec], Any]] = {
     "root": lambda spec: spec.root,
 }
 
-# What must be equal of all parts that any rank gives or takes: one kernel moves them (`model.Kernel`).
+# Properties that must be equal for all parts that any rank gives or takes: one kernel moves them (`model.Kernel`).
 _KERNEL_FIELDS: dict[str, Callable[[Side], Any]] = {
     "tensor count": lambda side: len(side.tensors),
     "dtype": lambda side: [t.dtype for t in side.tensors],
 }
 
-# The same where tensors are not moved to where the backend works; see `Spec.one_device`.
+# The same if tensors are not staged; see `Spec.one_device`.
 _DEVICE_FIELDS: dict[str, Callable[[Side], Any]] = {
     **_KERNEL_FIELDS,
     "device": lambda side: [t.device.partition(":")[0] for t in side.tensors],
 }
 
-# What must be alike of what is given and what it is taken into.
+# Properties that must be equal for an input and its outputs.
 _FLOW_FIELDS: dict[str, Callable[[Side], Any]] = {
     "structure": lambda side: str(side.structure),
     "shape": lambda side: [list(t.shape) for t in side.tensors],
@@ -180,7 +181,7 @@ _LONGEST = 400  # how many characters of a value a message shows
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The result of comparing what all ranks brought."""
+    """The result of comparing the arrivals of all ranks."""
 
     violations: tuple[Violation, ...]  # empty: kernels may start
     specs: tuple[Spec, ...]  # in rank order
@@ -193,10 +194,10 @@ class Verdict:
 
 @lru_cache(maxsize=256)
 def judge(ranks: tuple[int, ...], blobs: tuple[bytes, ...]) -> Verdict:
-    """Decides on encoded arrivals; cached, for loops that bring the same every time.
+    """Decides on encoded arrivals; cached for loops.
 
     Raises:
-        ProtocolError: One of them is no arrival.
+        ProtocolError: An arrival is malformed.
     """
     arrivals = [_of_rank(rank, blob) for rank, blob in zip(ranks, blobs, strict=True)]
     specs = tuple(arrival.spec for arrival in arrivals)
@@ -219,29 +220,32 @@ def unreadable(rank: int, error: ProtocolError) -> ProtocolError:
 
 
 def decide(ranks: Sequence[int], arrivals: Sequence[Arrival]) -> tuple[Violation, ...]:
-    """Compares what all ranks brought, and returns every violation.
+    """Compares the arrivals of all ranks, and returns every violation.
 
-    First comes what each rank found wrong itself; then what they are about to do is compared, and only where that is
-    the same, their tensors.
+    The ranks' own violations are first. Then the operations are compared, and if these are equal, the tensors.
     """
-    found = [violation for arrival in arrivals for violation in arrival.violations]
+    violations = [violation for arrival in arrivals for violation in arrival.violations]
     specs = [arrival.spec for arrival in arrivals]
     confused = {
-        rank for rank, one in zip(ranks, arrivals, strict=True) if any(v.kind == "argument" for v in one.violations)
+        rank
+        for rank, arrival in zip(ranks, arrivals, strict=True)
+        if any(v.kind == "argument" for v in arrival.violations)
     }
     for name, read in _CALL_FIELDS.items():
         said = [(rank, read(spec)) for rank, spec in zip(ranks, specs, strict=True)]
-        # A rank that has refused its own root is not compared with the others.
-        found += _odd_ones(name, [one for one in said if one[0] not in confused or one[1] not in _NONE])
-    if any(violation.kind == "mismatch" and violation.field in _CALL_FIELDS for violation in found):
-        return tuple(found)
+        # A rank that has refused its own arguments is not compared with the others.
+        violations += _odd_ones(name, [value for value in said if value[0] not in confused or value[1] not in _NONE])
+    if any(violation.kind == "mismatch" and violation.field in _CALL_FIELDS for violation in violations):
+        return tuple(violations)
     flows = list(_flows(specs))
     everything = [part for flow in flows for part in flow]
     alike = _DEVICE_FIELDS if any(spec.one_device for spec in specs) else _KERNEL_FIELDS
     for parts, fields in [(everything, alike), *((flow, _fields(flow)) for flow in flows)]:
         for name, look in fields.items():
-            found += _odd_ones(name, [(ranks[at], look(side)) for at, _, side in parts], [of for _, of, _ in parts])
-    return tuple(dict.fromkeys(found))
+            violations += _odd_ones(
+                name, [(ranks[at], look(side)) for at, _, side in parts], [of for _, of, _ in parts]
+            )
+    return tuple(dict.fromkeys(violations))
 
 
 def _fields(flow: Sequence[_FlowSide]) -> dict[str, Callable[[Side], Any]]:
@@ -249,7 +253,7 @@ def _fields(flow: Sequence[_FlowSide]) -> dict[str, Callable[[Side], Any]]:
 
 
 def _odd_ones(name: str, values: Sequence[tuple[int, Any]], parts: Sequence[str] = ()) -> list[Violation]:
-    # Names the ranks whose value differs from the most common one; on a tie, from the first.
+    # The violations of ranks whose value differs from the most common one; on a tie, from the first.
     counts = Counter(repr(value) for _, value in values)
     if len(counts) < 2:
         return []
@@ -269,7 +273,7 @@ def _odd_ones(name: str, values: Sequence[tuple[int, Any]], parts: Sequence[str]
 
 
 def _show(value: Any, other: Any) -> str:
-    # A long list is shown from the first place on where it differs from the other.
+    # A long list is shown from the first difference on.
     if not isinstance(value, list):
         return "none" if value in _NONE else str(value)
     text = ", ".join(map(str, value))
@@ -289,21 +293,21 @@ class ArrivalGather:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The ranks that have not come."""
+        """The ranks that have not arrived."""
         return tuple(rank for rank in self._ranks if rank not in self._blobs)
 
     def arrive(self, rank: int, blob: bytes) -> tuple[bytes, ...] | None:
-        """Takes a rank's arrival; raises ProtocolError for a foreign or repeated rank.
+        """Adds a rank's arrival; raises ProtocolError for an unknown or repeated rank.
 
         Returns:
-            All arrivals in rank order where it is the last one, else None.
+            All arrivals in rank order if it is the last one, else None.
         """
         if rank not in self._ranks:
             raise ProtocolError(detail=f"rank {rank} has no part in this plan, whose ranks are {self._ranks}")
         if rank in self._blobs:
             raise ProtocolError(detail=f"rank {rank} came to the consistency check twice")
         self._blobs[rank] = blob
-        return None if len(self._blobs) < len(self._ranks) else tuple(self._blobs[one] for one in self._ranks)
+        return None if len(self._blobs) < len(self._ranks) else tuple(self._blobs[rank] for rank in self._ranks)
 
 
 # ------------------------------------------------------------------------------------ all requests of a plan
@@ -327,7 +331,7 @@ _BROUGHT = Codec[_Brought](_Brought, "arrivals", long_nbytes=LONG_NBYTES)
 def encode_arrivals(arrivals: Mapping[int, bytes], *, conflict: bool) -> bytes:
     """Writes the arrivals by request of a participant of a batch, for one round; the inverse of `decode_arrivals`.
 
-    `conflict`: requests overlap in memory here though the plan does not order them.
+    `conflict`: requests overlap in memory here, and the plan does not order them.
     """
     distinct = {blob: at for at, blob in enumerate(dict.fromkeys(arrivals.values()))}
     which = tuple([distinct[blob] for blob in arrivals.values()])
@@ -336,7 +340,7 @@ def encode_arrivals(arrivals: Mapping[int, bytes], *, conflict: bool) -> bytes:
 
 @lru_cache(maxsize=256)
 def decode_arrivals(data: bytes) -> tuple[bool, Mapping[int, bytes]]:
-    """Reads what a participant of a batch brought; raises ProtocolError on other bytes."""
+    """Reads the arrivals of a participant of a batch; raises ProtocolError on other bytes."""
     conflict, blobs, requests, which = _BROUGHT.decode(data)
     try:
         return conflict, dict(zip(requests, [blobs[at] for at in which], strict=True))
@@ -348,8 +352,8 @@ class Agreement:
     """The arrivals of all participants of a plan so far.
 
     Attributes:
-        conflict: Whether requests overlap in memory on any of them though the plan does not order them.
-        verdicts: Request -> what follows from its last round.
+        conflict: Whether requests overlap in memory on any participant, and the plan does not order them.
+        verdicts: Request -> the verdict of its last round.
     """
 
     def __init__(self, program: Program) -> None:
@@ -362,25 +366,24 @@ class Agreement:
         """Judges one round of blobs, by place; returns every violation of all requests.
 
         Raises:
-            ProtocolError: It is not what participants of this plan bring.
+            ProtocolError: The blobs are no arrivals of this plan.
         """
         now = set[int]()
-        for rank, known, blob in zip(self._program.agreement.ranks, self._brought, blobs, strict=True):
+        for rank, brought, blob in zip(self._program.agreement.ranks, self._brought, blobs, strict=True):
             try:
                 conflict, arrivals = decode_arrivals(bytes(blob))
             except ProtocolError as exc:
                 raise unreadable(rank, exc) from exc
             self.conflict |= conflict
-            known.update(arrivals)
+            brought.update(arrivals)
             now.update(arrivals)
-        found, is_single = list[Violation](), not is_batch(self._program)
-        for request in sorted(now):
-            violations = self._judge(request).violations
-            found += violations if is_single else (replace(violation, call=request) for violation in violations)
-        return tuple(found)
+        violations = {request: self._judge(request).violations for request in sorted(now)}
+        if not is_batch(self._program):
+            return tuple(chain.from_iterable(violations.values()))
+        return tuple(replace(violation, call=request) for request, some in violations.items() for violation in some)
 
     def _judge(self, request: int) -> Verdict:
-        # A participant with nothing new on the request in this round stands by what it brought before.
+        # The earlier arrival of a participant without a new one in this round still counts.
         program, brought = self._program, self._brought
         try:
             if program.everyone:
@@ -388,19 +391,19 @@ class Agreement:
                 brought = [brought[place] for place in places]
             else:
                 ranks = program.shares[program.tasks[request].share].ranks
-            verdict = self.verdicts[request] = judge(ranks, tuple([known[request] for known in brought]))
+            verdict = self.verdicts[request] = judge(ranks, tuple([arrivals[request] for arrivals in brought]))
             return verdict
         except LookupError as exc:
             raise ProtocolError(detail=f"request {request} was not brought by all of its ranks") from exc
 
 
-def alone(arrival: bytes) -> bytes:
-    """Writes the arrival of a plan's only request; the inverse of `of_alone`."""
+def encode_single(arrival: bytes) -> bytes:
+    """Writes the arrival of a plan's only request; the inverse of `decode_single`."""
     return encode_arrivals({0: arrival}, conflict=False)
 
 
-def of_alone(rank: int, data: bytes) -> bytes:
-    """Reads what a rank has brought as the arrival of a plan's only request; raises ProtocolError on other bytes."""
+def decode_single(rank: int, data: bytes) -> bytes:
+    """Reads a rank's arrival of a plan's only request; raises ProtocolError on other bytes."""
     try:
         _, arrivals = decode_arrivals(bytes(data))
     except ProtocolError as exc:

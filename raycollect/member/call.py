@@ -15,7 +15,7 @@ from raycollect.backends import arrays, streams
 from raycollect.core.model import TENSOR, GroupLike, GroupSpec, Launch, OpKind, ReduceOp, TensorInfo
 from raycollect.core.operations import OPERATIONS
 from raycollect.core.protocols import Communicator
-from raycollect.engine.agreement import Arrival, Spec, alone, encode_arrival, judge, of_alone
+from raycollect.engine.agreement import Arrival, Spec, decode_single, encode_arrival, encode_single, judge
 from raycollect.engine.run import Outcome, Run
 from raycollect.errors import (
     RaycollectError,
@@ -32,7 +32,7 @@ from raycollect.group.process_group import ProcessGroup
 from raycollect.member.init import get_group_handle
 from raycollect.member.runtime import this_runtime
 from raycollect.member.work import MemberWork
-from raycollect.planner import Program, Request, brought, plan
+from raycollect.planner import Program, Request, complete_operands, plan
 from raycollect.pos import Container, obstacle
 
 __all__ = ["ME", "MemberCall"]
@@ -191,14 +191,14 @@ class MemberCall:
             reduce_op=self._op.name if self._op else "",
             root=self._root if type(self._root) is int and self._root in range(self._process_group.world_size) else -1,
         )
-        blob = alone(encode_arrival(Arrival(spec=spec, violations=violations)))
+        blob = encode_single(encode_arrival(Arrival(spec=spec, violations=violations)))
         ranks = ranks_of(name, self._process_group.world_size)
 
         def attempt(communicator: Communicator, seq: int) -> Outcome:
             launch = Launch(seq=seq, ranks=ranks, timeout_s=limit_s)
             try:
                 blobs = communicator.agree(launch, blob)
-                verdict = judge(launch.ranks, tuple(map(of_alone, launch.ranks, blobs)))
+                verdict = judge(launch.ranks, tuple(map(decode_single, launch.ranks, blobs)))
                 return Outcome(error=refusal(spec.op, self._process_group.name, verdict.violations))
             except RaycollectError as exc:
                 return Outcome(error=strip_traceback(exc))
@@ -248,7 +248,7 @@ def _program(
     )
     operands = tuple(
         (owner, None if src is None else _SRC, None if dst is None else _DST)
-        for owner, src, dst in brought(request, _SRC)
+        for owner, src, dst in complete_operands(request, _SRC)
     )
     planned = plan([replace(request, operands=operands)])
     if planned.width > 1:  # members count one launch per call

@@ -1,8 +1,8 @@
 """The algorithms for each operation, and which is the cheapest for how many bytes.
 
-The backend's own kernel comes first, and is the only choice on one host. On several hosts each cost is a line in the
+The backend's own kernel is the first choice, and on one host the only one. On several hosts each cost is a line in the
 bytes that a rank gives; the lower envelope of these lines has the cheapest algorithm for each size. Where a backend
-lacks an operation but can send and receive, an algorithm made of these stands in.
+lacks an operation but can send and receive, an algorithm of sends and receives replaces it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Algorithm:
     kinds: frozenset[OpKind]
     needs: tuple[OpKind, ...] = ()  # the operations that the backend must have
     cost: Callable[[OpKind, Pricing, HostLayout], Cost]  # by operation, how the backend moves data, and layout
-    # Writes the steps of each rank; None: the backend's own kernel
+    # Writes the steps of each rank; None for the backend's own kernel
     write: Callable[[Part, Membership], Written] | None = None
     scratch: Callable[[Template], tuple[Buffer, ...]] = lambda template: ()  # the buffers that a rank needs in addition
     # The most ranks for which it is considered: the steps of some grow with the square of the ranks
@@ -66,7 +66,7 @@ _ROWS = (
         cost=pairs.pairwise_cost,
         write=pairs.pairwise,
         scratch=pairs.scratch,
-        at_most=0,  # what backends do themselves is as direct, in one launch
+        at_most=0,  # a backend's own kernel is as direct, in one launch
     ),
 )
 
@@ -85,8 +85,8 @@ def build(part: Part, membership: Membership, algorithm: Algorithm) -> Part:
     written = algorithm.write(part, membership)
     mine = [part.templates[index] for index in part.parts]
     templates = [
-        replace(one, buffers=(*one.buffers, *algorithm.scratch(one)), steps=steps, others=())
-        for one, steps in zip(mine, written, strict=True)
+        replace(template, buffers=(*template.buffers, *algorithm.scratch(template)), steps=steps, others=())
+        for template, steps in zip(mine, written, strict=True)
     ]
     choices = (_choice(algorithm, written, 0),)
     return part.over(templates, choices=choices)
@@ -97,10 +97,10 @@ def route(part: Part, membership: Membership) -> Part:
     request = part.request
     if membership.topology.host_count == 1 or request.kind.value not in request.group.ops or part.rounds > 1:
         return part
-    found = _others(part, membership)
-    if not found:
+    others = _others(part, membership)
+    if not others:
         return part
-    rows = [_ROWS[0], *found]
+    rows = [_ROWS[0], *others]
     taken = [(rows[at], start) for at, start in envelope([cost_of(row, part, membership).line for row in rows])]
     if taken[0] == (_ROWS[0], 0):
         del taken[0]  # the first choice already
@@ -127,7 +127,7 @@ def _others(part: Part, membership: Membership) -> list[Algorithm]:
     """The algorithms besides the backend's own kernel, where the backend can run them."""
     kind, ops = part.request.kind, part.request.group.ops
     rows = [row for row in _ROWS[1:] if kind in row.kinds and membership.spec.world_size <= row.at_most]
-    return [row for row in rows if all(one.value in ops for one in row.needs)]
+    return [row for row in rows if all(needed.value in ops for needed in row.needs)]
 
 
 def _with_others(part: Part, membership: Membership, taken: Sequence[tuple[Algorithm, int]]) -> Part:
@@ -151,23 +151,23 @@ def _choice(row: Algorithm, way: Written, start: int) -> Choice:
 
 def envelope(lines: Sequence[Line]) -> list[tuple[int, int]]:
     """The lower envelope of lines: (index of a line, bytes from which it is the lowest), ascending from 0 bytes."""
-    at = min(range(len(lines)), key=lambda one: (lines[one].fixed_s, lines[one].per_byte_s))
-    found = [(at, 0)]
+    at = min(range(len(lines)), key=lambda index: (lines[index].fixed_s, lines[index].per_byte_s))
+    starts = [(at, 0)]
     while True:
         best, start = -1, math.inf
-        for one, line in enumerate(lines):
+        for other, line in enumerate(lines):
             gained = lines[at].per_byte_s - line.per_byte_s
             if gained <= 0:
                 continue
             cross = (line.fixed_s - lines[at].fixed_s) / gained
             if cross < start or (cross == start and line.per_byte_s < lines[best].per_byte_s):
-                best, start = one, cross
+                best, start = other, cross
         if best < 0 or start > _MOST_NBYTES:
-            return found
+            return starts
         at, first = best, math.ceil(start)
-        if first == found[-1][1]:
-            found.pop()  # it is the lowest for less than a byte
-        found.append((at, first))
+        if first == starts[-1][1]:
+            starts.pop()  # it is the lowest for less than a byte
+        starts.append((at, first))
 
 
 _MOST_NBYTES = 1 << 62

@@ -58,7 +58,7 @@ def without(box: Box, others: Iterable[Box]) -> list[Box]:
     """The parts of a box that none of the others has."""
     left = [box]
     for other in others:
-        left = [part for one in left for part in _difference(one, other)]
+        left = [part for rest in left for part in _difference(rest, other)]
     return left
 
 
@@ -66,14 +66,14 @@ def _difference(box: Box, other: Box) -> list[Box]:
     shared = common(box, other)
     if shared is None:
         return [box]
-    found = []
+    parts = []
     lo, hi = box
     for d in range(len(lo)):
         for first, last in ((lo[d], shared[0][d]), (shared[1][d], hi[d])):
             if first < last:
-                found.append(((*lo[:d], first, *lo[d + 1 :]), (*hi[:d], last, *hi[d + 1 :])))
+                parts.append(((*lo[:d], first, *lo[d + 1 :]), (*hi[:d], last, *hi[d + 1 :])))
         lo, hi = (*lo[:d], shared[0][d], *lo[d + 1 :]), (*hi[:d], shared[1][d], *hi[d + 1 :])
-    return found
+    return parts
 
 
 def halved(box: Box, count: int) -> list[Box]:
@@ -100,9 +100,9 @@ class BoxIndex:
         """The places of the boxes that share an element with this one, which has some, ascending."""
         if self._root is None:
             return list(range(len(self._boxes)))
-        found: list[int] = []
-        self._root.find(box, found)
-        return sorted(found)
+        matches: list[int] = []
+        self._root.find(box, matches)
+        return sorted(matches)
 
     def clash(self) -> tuple[int, int] | None:
         """The places of two boxes that share an element; None where no two do."""
@@ -126,10 +126,10 @@ class _Level:
         self._widest = max(hi - lo for lo, hi in self._intervals)
         is_last = d + 1 == len(boxes[0][0])
         self._places: list[list[int] | _Level] = [
-            groups[one] if is_last else _Level(boxes, groups[one], d + 1) for one in self._intervals
+            groups[interval] if is_last else _Level(boxes, groups[interval], d + 1) for interval in self._intervals
         ]
 
-    def find(self, box: Box, found: list[int]) -> None:
+    def find(self, box: Box, matches: list[int]) -> None:
         first, last = box[0][self._d], box[1][self._d]
         for at in range(bisect_left(self._los, first - self._widest + 1), len(self._los)):
             lo, hi = self._intervals[at]
@@ -138,9 +138,9 @@ class _Level:
             if hi > first:
                 below = self._places[at]
                 if isinstance(below, _Level):
-                    below.find(box, found)
+                    below.find(box, matches)
                 else:
-                    found += below
+                    matches += below
 
 
 def atoms(boxes: Sequence[Box]) -> list[tuple[Box, list[int]]]:

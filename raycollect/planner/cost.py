@@ -18,12 +18,12 @@ others          the receiver copies         directly from sender to receiver    
 
 A library beside a mesh runs some operations by rings, and the mesh all else (`Pricing.rings`, `backends.meshed`).
 
-Between hosts of which one has several ranks, the mesh goes host by host: `backends.tcp.by_host` has the bytes. What
-goes on inside the hosts happens meanwhile.
+Between hosts of which one has several ranks, the mesh goes host by host: `backends.tcp.by_host` has the bytes.
+Transfers inside the hosts overlap with those between them.
 
 [1] Thakur, Rabenseifner, Gropp: "Optimization of Collective Communication Operations in MPICH", 2005. [2] Patarasuk,
 Yuan: "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009. The ranks of one host share its link
-to other hosts: what they send at the same time takes as long as if one of them sent all of it. The model assumes that a
+to other hosts: simultaneous sends take as long as if one of the ranks sent all of the bytes. The model assumes that a
 binomial tree enters each host once; that is exact where hosts hold equal powers of two of consecutive ranks.
 """
 
@@ -38,7 +38,7 @@ from raycollect.core.operations import OPERATIONS, OperationSpec, has_part
 from raycollect.planner.topology import BETWEEN, INSIDE, Link, Topology
 
 MESSAGE_S = 3e-6
-"""What a message of any size costs the process that sends or receives it."""
+"""The time that a message of any size takes in the process that sends or receives it."""
 
 EXCHANGE_S = 1e-3
 """How long a launch takes to begin where arrivals go through the controller or rank 0."""
@@ -95,7 +95,7 @@ FREE = Cost()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLayout:
-    """How many ranks are on how many hosts, all that costs depend on; and what it costs to move data between them.
+    """The numbers of ranks per host, on which all costs depend, and the costs of the links between them.
 
     The methods that return a `Cost` are the patterns of which prices are made (`OperationSpec.price`).
     """
@@ -103,13 +103,13 @@ class HostLayout:
     sizes: tuple[tuple[int, int], ...]  # (ranks on a host, hosts with so many), the largest first
     crossings: int  # how many ranks have their successor in the ring on another host
     root_size: int  # how many ranks are on the root's host
-    rank_order: bool = False  # whether reductions are folded in rank order, whatever hosts the ranks are on
+    rank_order: bool = False  # whether reductions are folded in rank order on any hosts
     inside: Link = INSIDE  # the link inside a host
     between: Link = BETWEEN  # the link between hosts, which the ranks of one host share
 
     @classmethod
     def of(cls, topology: Topology, root: int = -1, *, rank_order: bool = False) -> HostLayout:
-        """The layout of a topology; without a root (-1), rank 0 stands for it."""
+        """The layout of a topology; without a root (-1), rank 0 is the root."""
         hosts = topology.hosts
         counts = Counter(hosts)
         return cls(
@@ -129,12 +129,12 @@ class HostLayout:
 
     @property
     def world(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return sum(size * count for size, count in self.sizes)
 
     @property
     def hosts(self) -> int:
-        """How many hosts there are."""
+        """The number of hosts."""
         return sum(count for _, count in self.sizes)
 
     @property
@@ -171,7 +171,7 @@ class HostLayout:
         return HostLayout.uniform(2, 1, self.inside, link)
 
     def copies(self, busiest: float, total: float) -> Cost:
-        """Ranks copy side by side between two barriers: how much the busiest rank copies, and all together."""
+        """Ranks copy in parallel between two barriers: the bytes of the busiest rank, and of all ranks."""
         return Cost(line=Line(2 * self.inside.latency_s, busiest / self.inside.bandwidth), inside=total)
 
     def all_to_all(self, share: float) -> Cost:
@@ -195,9 +195,9 @@ class HostLayout:
         return Cost(line=line, inside=near * share, between=far * share)
 
     def passed_on(self, share: float) -> Cost:
-        """The root sends a share to each other rank, which sends it on to all but the root; then comes the next."""
+        """The root sends a share to each other rank, which sends it on to all but the root."""
         first, on = self.at_root(share), self.all_to_all(share)
-        # Everybody sends to everybody, the root before the others; only to the root nobody does.
+        # All ranks send to all others except the root, which sends first.
         inside, between = on.inside - first.inside, on.between - first.between
         line = Line(first.line.fixed_s + on.line.fixed_s, max(first.line.per_byte_s, on.line.per_byte_s))
         return Cost(line=line, inside=inside, between=between)
@@ -221,9 +221,9 @@ class HostLayout:
         return Cost(line=line, inside=1.0 - is_far, between=float(is_far))
 
     def host_by_host(self, busiest: float, total: float, *, rounds: int, inside: float) -> Cost:
-        """Ranks share what their host sends: what the busiest host sends or gets, and what all send.
+        """Ranks share the sends of their host: the bytes of the busiest host, and the bytes of all hosts.
 
-        `inside` is what each rank but one of a host gives the others there.
+        `inside` is the bytes that each rank of a host except one gives the others there.
         """
         line = Line(
             rounds * (self.between.latency_s + self.inside.latency_s + (self.hosts + self.largest - 2) * MESSAGE_S),
@@ -268,13 +268,13 @@ def _received(spec: OperationSpec, world: int) -> list[int]:
 
 
 def _copied(spec: OperationSpec, layout: HostLayout) -> Cost:
-    """Every rank copies what it takes from the memory of the others."""
+    """Every rank copies its results from the memory of the others."""
     received, pieces = _received(spec, layout.world), layout.world if spec.gives_pieces else 1
     return layout.copies(max(received, default=0) / pieces, sum(received) / pieces)
 
 
 def _direct(spec: OperationSpec, layout: HostLayout) -> Cost:
-    """Every rank sends directly to those that take what it gives."""
+    """Every rank sends directly to the receivers of its value."""
     if spec.takes == "peer":
         return layout.point_to_point()
     share = 1 / layout.world if spec.gives_pieces else 1

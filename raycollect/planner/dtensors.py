@@ -1,9 +1,9 @@
 """The layouts of torch's DTensors, from their placements.
 
-The axes of the mesh cut the tensor one after the other, each what the former have left. FSDP2 over tensor parallelism
-cuts by the latter first, though its axis of the mesh is the last. torch tells this by the split factor of a
-`_StridedShard`: the product of the axes that come after it in the mesh and cut before it. A factor that is no such
-product is taken literally: it cuts into so many parts, each of which is cut over the axis.
+The axes of the mesh cut the tensor one after the other, each the rest of the former. FSDP2 over tensor parallelism
+cuts by the latter first, though its axis of the mesh is the last. The split factor of torch's `_StridedShard` gives the
+order: it is the product of the axes that follow in the mesh and cut earlier. Any other factor
+is taken literally: it cuts into so many parts, each of which is cut over the axis.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _EXPECTED = "Shard, _StridedShard, Replicate or Partial('sum'); or a layout in w
 
 
 def fault_of(field: str, placement: Placement) -> Violation | None:
-    """Why a DTensor has no layout, whoever else holds parts of it."""
-    unknown = [one.kind for one in placement.cuts if one.dim == UNKNOWN]
+    """The reason why a DTensor has no layout, found without the parts on other ranks."""
+    unknown = [cut.kind for cut in placement.cuts if cut.dim == UNKNOWN]
     if unknown:
         return wrong_layout(field, f"a DTensor with the placement {listed(unknown)}", _EXPECTED)
     if placement.dtype not in ITEMSIZES:
@@ -50,7 +50,7 @@ def layout_of(placement: Placement, order: Sequence[int] = ()) -> Layout:
 
 
 def layout_of_side(side: str, name: str, held: Sequence[Placement | None]) -> Layout | list[Violation]:
-    """The layout of the DTensor of which each rank of a side holds a part, or what is wrong with it.
+    """The layout of the DTensor of which each rank of a side holds a part, or its violations.
 
     Args:
         side: ``"src"`` or ``"dst"``.
@@ -58,24 +58,28 @@ def layout_of_side(side: str, name: str, held: Sequence[Placement | None]) -> La
         held: The placement of each rank's part; None where it has none.
     """
     field = f"{side} of {name!r}" if name else side
-    first = next(one for one in held if one is not None)
+    first = next(placement for placement in held if placement is not None)
     fault = fault_of(field, first)
     if fault is not None:
         return [fault]
-    found = []
-    for rank, one in enumerate(held):
-        if one is None:
-            found.append(
+    violations = []
+    for rank, placement in enumerate(held):
+        if placement is None:
+            violations.append(
                 wrong_layout(field, f"no DTensor on rank {rank} of {side}", "one on all of its ranks, or on none")
             )
-        elif replace(one, at=first.at) != first:
+        elif replace(placement, at=first.at) != first:
             expected = f"{_words(first)}, as on rank {held.index(first)}; or a layout in words for this tensor"
-            found.append(wrong_layout(field, f"a DTensor on {_words(one)} on rank {rank} of {side}", expected))
-    places = [one.at for one in held if one is not None]
-    if not found and sorted(places) != list(range(len(first.ranks))):
+            violations.append(
+                wrong_layout(field, f"a DTensor on {_words(placement)} on rank {rank} of {side}", expected)
+            )
+    places = [placement.at for placement in held if placement is not None]
+    if not violations and sorted(places) != list(range(len(first.ranks))):
         expected = f"a mesh of the {len(held)} ranks that {side}_refs are, each once; or refs of all ranks of the mesh"
-        found.append(wrong_layout(field, f"a DTensor on {_words(first)}, of which there are places {places}", expected))
-    return found or layout_of(first, places)
+        violations.append(
+            wrong_layout(field, f"a DTensor on {_words(first)}, of which there are places {places}", expected)
+        )
+    return violations or layout_of(first, places)
 
 
 @lru_cache(maxsize=256)
@@ -107,7 +111,7 @@ def _does_cut(cut: Cut, dim: int) -> bool:
 
 
 def _cutting_order(cuts: Sequence[Cut], mesh: Point) -> Point:
-    """The order of the axes that the split factors tell; empty: they tell none."""
+    """The order of the axes by the split factors; empty if the factors give none."""
     orders: dict[int, list[int]] = {}
     for axis in reversed(range(len(mesh))):
         cut = cuts[axis]
@@ -122,7 +126,7 @@ def _cutting_order(cuts: Sequence[Cut], mesh: Point) -> Point:
 
 
 def _runs(size: int, cuts: Sequence[tuple[int, int, int]]) -> list[tuple[_Run, int]]:
-    """The runs of indices that are left of a dimension, each with where it begins in the local tensor."""
+    """The remaining runs of indices of a dimension, each with its begin in the local tensor."""
     runs = [(0, size)]
     for factor, count, at in cuts:
         length = sum(hi - lo for lo, hi in runs)
@@ -131,36 +135,36 @@ def _runs(size: int, cuts: Sequence[tuple[int, int, int]]) -> list[tuple[_Run, i
             lo, hi = chunk(0, length, factor, number)
             picked.append(chunk(lo, hi, count, at))
         runs = _joined([run for lo, hi in picked for run in _between(runs, lo, hi)])
-    begin, found = 0, []
+    begin, placed = 0, []
     for lo, hi in runs or [(0, 0)]:
-        found.append(((lo, hi), begin))
+        placed.append(((lo, hi), begin))
         begin += hi - lo
-    return found
+    return placed
 
 
 def _between(runs: Sequence[_Run], begin: int, end: int) -> list[_Run]:
     """The indices from the `begin`-th to before the `end`-th."""
-    found, passed = [], 0
+    selected, passed = [], 0
     for lo, hi in runs:
         first, last = max(begin - passed, 0), min(end - passed, hi - lo)
         if first < last:
-            found.append((lo + first, lo + last))
+            selected.append((lo + first, lo + last))
         passed += hi - lo
-    return found
+    return selected
 
 
 def _joined(runs: Sequence[_Run]) -> list[_Run]:
-    found: list[_Run] = []
+    joined: list[_Run] = []
     for lo, hi in runs:
-        if found and found[-1][1] == lo:
-            found[-1] = found[-1][0], hi
+        if joined and joined[-1][1] == lo:
+            joined[-1] = joined[-1][0], hi
         else:
-            found.append((lo, hi))
-    return found
+            joined.append((lo, hi))
+    return joined
 
 
 def _words(placement: Placement) -> str:
-    cuts = ", ".join(_cut_words(one) for one in placement.cuts)
+    cuts = ", ".join(_cut_words(cut) for cut in placement.cuts)
     if placement.order:
         cuts += f", cut by the axes {listed(placement.order)} in this order"
     mesh = f"{list(placement.mesh)} of ranks {listed(placement.ranks)}"

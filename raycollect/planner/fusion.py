@@ -1,4 +1,4 @@
-"""Which tensors of a bundle travel together. Depends only on facts that all ranks have agreed on, so all decide alike.
+"""Decides which tensors of a bundle travel together, by facts that all ranks have agreed on: all decide the same.
 
 Small tensors are packed: copied into one staging array, moved by one kernel, copied out. Several larger ones are
 launched at once where the backend coalesces kernels; elsewhere those that are small enough are packed.
@@ -22,10 +22,10 @@ _NONE: list[int] = []
 
 
 def coalesced(kind: OpKind, sizes: Sequence[int], *, coalesces: bool) -> list[int]:
-    """Which tensors are launched at once: none or several.
+    """Selects the tensors that are launched at once: none or several.
 
     Args:
-        kind: What is done with each of them.
+        kind: The operation.
         sizes: For each tensor the staging bytes that it takes; -1: it can't be packed.
         coalesces: Whether the backend runs several kernels with fewer synchronizations.
     """
@@ -45,16 +45,16 @@ def buckets(sizes: Sequence[tuple[Hashable, int]], staging: int) -> list[list[in
     Returns:
         The tensors that each kernel moves, in the order of the kernels; a single one is not packed.
     """
-    found: list[list[int]] = []
+    kernels: list[list[int]] = []
     filling: dict[Hashable, tuple[list[int], int]] = {}
     for at, (dtype, nbytes) in enumerate(sizes):
         if not 0 <= nbytes <= min(staging, PACKED_UP_TO_NBYTES) or not staging:
-            found.append([at])
+            kernels.append([at])
             continue
         bucket, filled = filling.get(dtype, (_NONE, 0))
         if bucket is _NONE or filled + nbytes > staging:
             bucket, filled = [], 0
-            found.append(bucket)
+            kernels.append(bucket)
         bucket.append(at)
         filling[dtype] = bucket, filled + nbytes
-    return found
+    return kernels

@@ -1,7 +1,7 @@
-"""Requests and plans: what the planner reads and writes.
+"""Requests and plans: the planner's input and output.
 
-A `Request` is one call of the user, bound to ranks. A `Part` says what every rank does for one request, columnar: ranks
-that do the same share one `Template`. A `Plan` is the parts of a call or of a whole batch, in one global order. A
+A `Request` is one call of the user, bound to ranks. A `Part` has every rank's steps for one request, columnar: ranks
+with the same steps share one `Template`. A `Plan` is the parts of a call or of a whole batch, in one global order. A
 `Program` is one participant's half of a plan. It is sent without its operands, so that it serves other tensors too.
 
 A participant is one process. It has one rank in each of its groups; its *position* is its place among the participants
@@ -24,17 +24,17 @@ from raycollect.planner.template import NATIVE, Choice, Role, Template
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """An operand that an earlier request of the same plan makes, on the same participant."""
+    """An operand that is the output of an earlier request of the same plan, on the same participant."""
 
     request: int  # the place of that request in the plan
 
 
 Source = Hashable
-"""What an operand is: a `Made`, or what stands for one ref, a key or a number; equal for equal refs."""
+"""The identity of an operand: a `Made`, or a key or number that represents one ref; equal for equal refs."""
 
 Operands = tuple[int, Source | None, Source | None]
-"""(rank, src, dst): what a rank gives, and what it takes into. None where it gives or takes nothing, works in place, or
-asks for an output (see `passes`)."""
+"""(rank, src, dst): the input and the output of a rank. None if it has none, works in place, or asks for a new output
+(see `passes`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +61,9 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What every rank does for one request, whatever its tensors."""
+    """The steps of every rank for one request, for any tensors."""
 
-    request: Request  # of its operands only their presence counts
+    request: Request  # only the presence of its operands matters
     templates: tuple[Template, ...]  # distinct
     parts: tuple[int, ...]  # for each rank that takes part, ascending: the index of its template
     # The algorithms, in the order of `Template.ways`; the first is always possible
@@ -81,7 +81,7 @@ class Part:
 
     @cached_property
     def rounds(self) -> int:
-        """How many rounds of agreement it needs."""
+        """The number of rounds of agreement."""
         return 2 if any(template.is_learned for template in self.templates) else 1
 
     @cached_property
@@ -94,33 +94,31 @@ class Part:
         """For each template: whether it writes the operand that its rank gives, and the one that it takes into."""
         written = [{step.dst for way in template.ways for step in way} - {-1} for template in self.templates]
         return tuple(
-            (template.src in found, template.dst in found and template.buffers[template.dst].role is Role.OPERAND)
-            for template, found in zip(self.templates, written, strict=True)
+            (template.src in indices, template.dst in indices and template.buffers[template.dst].role is Role.OPERAND)
+            for template, indices in zip(self.templates, written, strict=True)
         )
 
     def over(self, templates: Sequence[Template], **changes: Any) -> Part:
         """The same with these templates, one for each rank that takes part, ascending."""
-        known = {template: at for at, template in enumerate(dict.fromkeys(templates))}
-        return replace(self, templates=tuple(known), parts=tuple(known[one] for one in templates), **changes)
+        index_of = {template: at for at, template in enumerate(dict.fromkeys(templates))}
+        return replace(
+            self, templates=tuple(index_of), parts=tuple(index_of[template] for template in templates), **changes
+        )
 
     def template(self, rank: int) -> Template:
         """The template of one rank."""
         return self.templates[self.parts[self.places[rank]]]
 
-    def outputs(self, rank: int) -> int:
-        """How many outputs the plan makes on that rank."""
-        return sum(buffer.is_output for buffer in self.template(rank).buffers)
-
     def touches(self, request: Request) -> list[tuple[Source, bool]]:
         """The operands of a request of this form, and whether each is written."""
-        found = []
+        operands = []
         for (_, src, dst), index in zip(request.operands, self.parts, strict=True):
             writes_src, writes_dst = self.writes[index]
             if src is not None:
-                found.append((src, writes_src))
+                operands.append((src, writes_src))
             if dst is not None:
-                found.append((dst, writes_dst))
-        return found
+                operands.append((dst, writes_dst))
+        return operands
 
     def domain(self, rank: int) -> Domain:
         """The group, as one rank takes part in it."""
@@ -138,19 +136,19 @@ class Together:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """What every participant does for one call, or for all calls of a batch."""
+    """The work of every participant for one call, or for all calls of a batch."""
 
     requests: tuple[Request, ...]
     parts: tuple[Part, ...]  # the part of each; requests of one form share it
     memberships: tuple[Membership, ...] = field(repr=False)  # the group of each
     participants: tuple[str, ...]  # their names (`Membership.participants`), by position
-    order: tuple[Together, ...]  # what runs together, in the one global order
+    order: tuple[Together, ...]  # the requests that run together, in the one global order
     alone: tuple[int, ...]  # for each request, where its launches begin if nothing may be reordered
-    brought: tuple[int, ...]  # for each request, the first round of agreement that it takes part in
-    rounds: int  # how many rounds of agreement there are
-    # A group that has all participants; None: they agree through the controller
+    first_rounds: tuple[int, ...]  # for each request, the first round of agreement that it takes part in
+    rounds: int  # the number of rounds of agreement
+    # A group that has all participants; None if they agree through the controller
     agreement: Membership | None = field(repr=False)
-    width: int  # how many launches there may be, that of the agreement included
+    width: int  # the most launches, that of the agreement included
     staging: int = STAGING_NBYTES  # see `Program.staging`
 
     @property
@@ -170,56 +168,56 @@ class Plan:
 
     @cached_property
     def is_idempotent(self) -> bool:
-        """Whether it may run again after it has run in part: nothing that it reads is overwritten."""
+        """Whether it may run again after a partial run: it overwrites none of its inputs."""
         read: set[Source] = set()
         for request, part in zip(self.requests, self.parts, strict=True):
             written: set[Source] = set()
             for (_, src, dst), index in zip(request.operands, part.parts, strict=True):
                 writes_src, writes_dst = part.writes[index]
                 read.add(src)
-                written |= {one for one, writes in ((src, writes_src), (dst, writes_dst)) if writes}
-            if any(type(one) is not Made for one in (written - {None}) & read):
+                written |= {source for source, writes in ((src, writes_src), (dst, writes_dst)) if writes}
+            if any(type(source) is not Made for source in (written - {None}) & read):
                 return False
         return True
 
     @cached_property
     def positions(self) -> dict[str, int]:
         """Participant -> position."""
-        return {one: at for at, one in enumerate(self.participants)}
+        return {participant: at for at, participant in enumerate(self.participants)}
 
     @cached_property
     def everyone(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         """See `Program.everyone`."""
-        known: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        found = []
+        by_part: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        rows = []
         for part, membership in zip(self.parts, self.memberships, strict=True):
-            if id(part) not in known:
+            if id(part) not in by_part:
                 places = tuple(self.positions[membership.participants[rank]] for rank in part.ranks)
-                known[id(part)] = (part.ranks, places)
-            found.append(known[id(part)])
+                by_part[id(part)] = (part.ranks, places)
+            rows.append(by_part[id(part)])
         whole = tuple(range(len(self.participants)))
-        return () if all(places == whole for _, places in known.values()) else tuple(found)
+        return () if all(places == whole for _, places in by_part.values()) else tuple(rows)
 
     @cached_property
     def involved(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """For each position: (request, rank) of the requests that it takes part in."""
-        found: list[list[tuple[int, int]]] = [[] for _ in self.participants]
+        requests: list[list[tuple[int, int]]] = [[] for _ in self.participants]
         lists: dict[tuple[int, int], list[tuple[list[tuple[int, int]], int]]] = {}
         for number, (part, membership) in enumerate(zip(self.parts, self.memberships, strict=True)):
             mine = lists.get((id(part), id(membership)))
             if mine is None:
-                mine = [(found[self.positions[membership.participants[rank]]], rank) for rank in part.ranks]
+                mine = [(requests[self.positions[membership.participants[rank]]], rank) for rank in part.ranks]
                 lists[id(part), id(membership)] = mine
-            for one, rank in mine:
-                one.append((number, rank))
-        return tuple(map(tuple, found))
+            for own, rank in mine:
+                own.append((number, rank))
+        return tuple(map(tuple, requests))
 
     def places_at(self, launch: int) -> Sequence[int]:
         """The positions that take part in a launch, counted from the plan's first."""
         return range(len(self.participants))
 
     def rounds_at(self, launch: int, *, in_group: bool) -> int:
-        """How many agreements of a launch the controller gathers, by a group or by all; 0: there is no such launch."""
+        """The number of agreements of a launch that the controller gathers, by a group or by all."""
         if launch:
             return int(0 < launch < self.width)
         # Else a group gathers them, and only the commit is the controller's.
@@ -227,15 +225,15 @@ class Plan:
 
     def outputs(self, position: int) -> tuple[int, ...]:
         """The requests that make an output on a participant, in the order in which its program returns them."""
-        return tuple(number for number, rank in self.involved[position] if self.parts[number].outputs(rank))
+        return tuple(number for number, rank in self.involved[position] if self.parts[number].template(rank).makes)
 
     def sources(self, position: int) -> tuple[Source, ...]:
         """The sources behind the keys of a participant's program, in their order."""
-        found: dict[Source, None] = {}
+        sources: dict[Source, None] = {}
         for number, rank in self.involved[position]:
             _, *given = self.requests[number].operands[self.parts[number].places[rank]]
-            found.update(dict.fromkeys(one for one in given if one is not None and type(one) is not Made))
-        return tuple(found)
+            sources.update(dict.fromkeys(source for source in given if source is not None and type(source) is not Made))
+        return tuple(sources)
 
     def uses(self) -> dict[Source, bool]:
         """Source of each operand -> whether the plan writes it."""
@@ -260,9 +258,9 @@ class Plan:
                 written.append(_share(part, rank))
             _, src, dst = self.requests[number].operands[part.places[rank]]
             inputs = tuple(
-                -1 - task_of[one.request] if isinstance(one, Made) else keys.setdefault(one, len(keys))
-                for one in (src, dst)
-                if one is not None
+                -1 - task_of[source.request] if isinstance(source, Made) else keys.setdefault(source, len(keys))
+                for source in (src, dst)
+                if source is not None
             )
             task_of[number] = len(tasks)
             tasks.append(self._task(share, number, inputs))
@@ -285,7 +283,7 @@ class Plan:
         task = self._tasks.get((share, number, inputs))
         if task is None:
             task = Task(
-                share=share, request=number, inputs=inputs, round=self.brought[number], alone=self.alone[number]
+                share=share, request=number, inputs=inputs, round=self.first_rounds[number], alone=self.alone[number]
             )
             self._tasks[share, number, inputs] = task
         return task
@@ -297,12 +295,12 @@ class Plan:
     def _bundles(self, task_of: dict[int, int]) -> tuple[Bundle, ...]:
         if len(task_of) == len(self.requests):
             return self._whole
-        found = []
+        bundles = []
         for together in self.order:
             mine = tuple(task_of[number] for number in together.requests if number in task_of)
             if mine:
-                found.append(Bundle(tasks=mine, base=together.base))
-        return tuple(found)
+                bundles.append(Bundle(tasks=mine, base=together.base))
+        return tuple(bundles)
 
     @cached_property
     def _whole(self) -> tuple[Bundle, ...]:

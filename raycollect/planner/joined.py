@@ -1,4 +1,4 @@
-"""`join_layouts`: what the ranks of a side have said each for itself, as layouts of the side."""
+"""`join_layouts`: the layouts that each rank of a side has recorded for itself, as layouts of the side."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def join_layouts(ranks: Sequence[Mapping[str, Layout]]) -> dict[str, Layout]:
     """Joins layouts that each rank has recorded for itself (`record_layout`).
 
     Args:
-        ranks: What each rank of a side has recorded, in their order. A rank may lack tensors that others have.
+        ranks: The layouts that each rank of a side has recorded, in rank order. A rank may lack tensors of others.
 
     Returns:
         Name -> its layout over all of these ranks.
 
     Raises:
-        InvalidArgumentError: It is no list of dicts of layouts.
-        LayoutError: Ranks say different things of a tensor; lists all such tensors.
+        InvalidArgumentError: `ranks` is no list of dicts of layouts.
+        LayoutError: Ranks have recorded different global tensors by one name; lists all such tensors.
     """
     if not isinstance(ranks, Sequence):
         refuse("ranks", ranks, "a list of dicts of Layouts", op="join_layouts")
@@ -32,18 +32,18 @@ def join_layouts(ranks: Sequence[Mapping[str, Layout]]) -> dict[str, Layout]:
     firsts: dict[str, tuple[int, Layout]] = {}
     wrong: list[Violation] = []
     for rank, some in enumerate(ranks):
-        for name, one in some.items():
-            first, like = firsts.setdefault(name, (rank, one))
-            if one.world_size != 1:
+        for name, layout in some.items():
+            first, like = firsts.setdefault(name, (rank, layout))
+            if layout.world_size != 1:
                 expected = "what a rank has recorded for itself"
-                wrong.append(wrong_layout(f"layout of {name!r}", f"over {one.world_size} ranks", expected, rank))
-            elif _kind(one) != _kind(like):
+                wrong.append(wrong_layout(f"layout of {name!r}", f"over {layout.world_size} ranks", expected, rank))
+            elif _kind(layout) != _kind(like):
                 expected = f"{_words(like)}, as on rank {first}"
-                wrong.append(wrong_layout(f"layout of {name!r}", _words(one), expected, rank))
+                wrong.append(wrong_layout(f"layout of {name!r}", _words(layout), expected, rank))
     if wrong or not firsts:
         wrong = wrong or [wrong_layout("ranks", "empty", "layouts of each rank")]
         raise refusal("join_layouts", "", tuple(wrong))
-    found = {}
+    joined = {}
     for name, (_, like) in firsts.items():
         rows = tuple(
             replace(row, rank=rank)
@@ -52,15 +52,15 @@ def join_layouts(ranks: Sequence[Mapping[str, Layout]]) -> dict[str, Layout]:
             for row in some[name].regions.rows
         )
         table = Regions(len(ranks), like.regions.parts, rows)
-        found[name] = replace(like, regions=table, said=f"{like.said} on each rank")
-    return found
+        joined[name] = replace(like, regions=table, said=f"{like.said} on each rank")
+    return joined
 
 
-def _kind(one: Layout) -> tuple[object, ...]:
-    return one.shape, one.dtype, one.key, one.axes, one.regions.parts
+def _kind(layout: Layout) -> tuple[object, ...]:
+    return layout.shape, layout.dtype, layout.key, layout.axes, layout.regions.parts
 
 
-def _words(one: Layout) -> str:
-    where = f" in {one.key!r}" if one.key else ""
-    folds = f", with local dimensions {[[d for d, _ in group] for group in one.axes]}" if one.axes else ""
-    return f"{one.dtype}{list(one.shape)}{where}{folds}"
+def _words(layout: Layout) -> str:
+    where = f" in {layout.key!r}" if layout.key else ""
+    folds = f", with local dimensions {[[d for d, _ in group] for group in layout.axes]}" if layout.axes else ""
+    return f"{layout.dtype}{list(layout.shape)}{where}{folds}"

@@ -1,6 +1,6 @@
 """Layouts: which rank holds which box of a global tensor, and where in its local tensor that box lies.
 
-A *region* says it of one box. All ways to say a layout make regions, and the planner of a reshard reads nothing else.
+A *region* is one box on one rank. All descriptions of layouts become regions, the only input of the reshard planner.
 Several ranks may hold one box (replicas), boxes may differ in size or be empty, one rank may have several regions of a
 tensor, and several tensors may lie in one local tensor (a fused QKV). Of a partial sum, each rank holds one addend.
 """
@@ -95,25 +95,25 @@ class Regions:
     @cached_property
     def signature(self) -> bytes:
         """A digest of all of it."""
-        rows = [(one.rank, one.box, one.at, one.part) for one in self.rows]
+        rows = [(region.rank, region.box, region.at, region.part) for region in self.rows]
         return blake2b(msgpack.packb((self.world_size, self.parts, rows)), digest_size=16).digest()
 
     @cached_property
     def of_rank(self) -> dict[int, list[Region]]:
         """Rank -> its regions; ranks that have none are left out."""
-        found: dict[int, list[Region]] = {}
-        for one in self.rows:
-            found.setdefault(one.rank, []).append(one)
-        return found
+        by_rank: dict[int, list[Region]] = {}
+        for region in self.rows:
+            by_rank.setdefault(region.rank, []).append(region)
+        return by_rank
 
     @cached_property
     def local_shapes(self) -> dict[int, Point]:
         """Rank -> the shape of the smallest local tensor that holds its regions."""
-        found: dict[int, Point] = {}
-        for one in self.rows:
-            ends = tuple(at + hi - lo for at, (lo, hi) in zip(one.at, one.box, strict=True))
-            found[one.rank] = tuple(map(max, found.get(one.rank, ends), ends))
-        return found
+        shapes: dict[int, Point] = {}
+        for region in self.rows:
+            ends = tuple(at + hi - lo for at, (lo, hi) in zip(region.at, region.box, strict=True))
+            shapes[region.rank] = tuple(map(max, shapes.get(region.rank, ends), ends))
+        return shapes
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Regions) and self.signature == other.signature)
@@ -129,11 +129,11 @@ class Layout:
     Attributes:
         shape: Of the global tensor.
         dtype: numpy's name of the element type: ``"float32"``.
-        regions: Who holds what.
+        regions: The boxes of each rank.
         key: The local tensor that it lies in, by its name in the dict of a rank's tensors; empty: that of the tensor.
         axes: Which dimensions of the local tensor make those in which the regions lie.
         converts: Whether a target asks for its dtype, so that sources of another one are converted.
-        said: What it was made from, for people.
+        said: Its source, for people.
     """
 
     shape: tuple[int, ...]
@@ -153,21 +153,21 @@ class Layout:
 
     @classmethod
     def of_regions(cls, shape: Sequence[int], regions: Sequence[Region], *, dtype: Any = None) -> Layout:
-        """The layout with these regions, for what no mesh says: strided heads, experts, uneven boxes.
+        """The layout with these regions, where no mesh describes it: strided heads, experts, uneven boxes.
 
         The number of ranks is one more than the highest that is named, and that of addends likewise. `dtype` is as in
         `layout`.
 
         Raises:
-            InvalidArgumentError: A region is not in the tensor, or there is none.
+            InvalidArgumentError: A region is not in the tensor, or `regions` is empty.
         """
         given = items_of("regions", regions)
-        if not given or not all(isinstance(one, Region) for one in given):
+        if not given or not all(isinstance(region, Region) for region in given):
             refuse("regions", regions)
-        rows = tuple(sorted(given, key=lambda one: (one.rank, one.box, one.at, one.part)))
-        parts = 1 + max(one.part for one in rows)
+        rows = tuple(sorted(given, key=lambda region: (region.rank, region.box, region.at, region.part)))
+        parts = 1 + max(region.part for region in rows)
         table = Regions(1 + rows[-1].rank, parts, rows)
-        return cls(shape=shape_of(shape), regions=table, said=f"{len(rows)} regions", **_asked(dtype))
+        return cls(shape=shape_of(shape), regions=table, said=f"{len(rows)} regions", **_dtype_fields(dtype))
 
     @property
     def world_size(self) -> int:
@@ -181,28 +181,28 @@ class Layout:
 
     @cached_property
     def signature(self) -> bytes:
-        """A digest of all that counts: equal for layouts that mean the same."""
+        """A digest: equal for equal layouts."""
         head: bytes = msgpack.packb((self.shape, self.dtype, self.key, self.axes, self.converts))
         return blake2b(head + self.regions.signature, digest_size=16).digest()
 
     def local_shape(self, rank: int) -> tuple[int, ...] | None:
-        """The shape of a rank's local tensor, if nothing else lies in it; None where the rank has none."""
+        """The shape of a rank's local tensor, if no other tensor lies in it; None if the rank has none."""
         shape = self.regions.local_shapes.get(rank)
         return None if shape is None else folded(self.axes, shape)
 
     def astype(self, dtype: Any) -> Layout:
         """The same with another dtype, which a target asks for: as with `dtype` of `layout`."""
-        return replace(self, **_asked(dtype))
+        return replace(self, **_dtype_fields(dtype))
 
     def to_bytes(self) -> bytes:
         """The layout as msgpack; the inverse of `from_bytes`."""
-        rows = [(one.rank, one.box, one.at, one.part) for one in self.regions.rows]
+        rows = [(region.rank, region.box, region.at, region.part) for region in self.regions.rows]
         regions = self.regions.world_size, self.regions.parts, rows
         return _LAYOUTS.encode((self.shape, self.dtype, regions, self.key, self.axes, self.converts, self.said))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Layout:
-        """Reads what `to_bytes` wrote.
+        """Reads the bytes of `to_bytes`.
 
         Raises:
             InvalidArgumentError: The bytes are no layout.
@@ -230,11 +230,11 @@ class Layout:
     def __str__(self) -> str:
         rows, parts = self.regions.rows, self.regions.parts
         lines = [repr(self)]
-        for one in rows[:_SHOWN]:
-            addend = f", addend {one.part + 1} of {parts}" if parts > 1 else ""
-            lo, hi = one.bounds
-            local = words((one.at, tuple(at + size for at, size in zip(one.at, extent((lo, hi)), strict=True))))
-            lines.append(f"  rank {one.rank}: {words((lo, hi))} at {local} of its tensor{addend}")
+        for region in rows[:_SHOWN]:
+            addend = f", addend {region.part + 1} of {parts}" if parts > 1 else ""
+            lo, hi = region.bounds
+            local = words((region.at, tuple(at + size for at, size in zip(region.at, extent((lo, hi)), strict=True))))
+            lines.append(f"  rank {region.rank}: {words((lo, hi))} at {local} of its tensor{addend}")
         if len(rows) > _SHOWN:
             lines.append(f"  ... and {len(rows) - _SHOWN} more regions")
         return "\n".join(lines)
@@ -255,8 +255,8 @@ def folded(axes: Axes, shape: Point) -> Point:
         return shape
     sizes: dict[int, int] = {}
     for group, size in zip(axes, shape, strict=True):
-        inner = prod(known for _, known in group[1:])
-        sizes |= {d: known or -(-size // inner) for d, known in group}
+        inner = prod(length for _, length in group[1:])
+        sizes |= {d: length or -(-size // inner) for d, length in group}
     return tuple(sizes[d] for d in sorted(sizes))
 
 
@@ -268,7 +268,7 @@ def layout(
     partial: str | Sequence[str] = (),
     dtype: Any = None,
 ) -> Layout:
-    """Says how a global tensor lies on a mesh of ranks, with names of axes as in JAX and torch's device mesh.
+    """Describes the layout of a global tensor on a mesh of ranks, by names of axes as in JAX and torch's device mesh.
 
     ``layout([8, 4], mesh={"dp": 2, "tp": 4}, spec=("tp", None))`` cuts the first dimension over ``tp`` and keeps a
     replica on each rank of ``dp``. A dimension that its axes do not divide is cut as by `torch.chunk`: the last ranks
@@ -280,8 +280,8 @@ def layout(
         spec: For each dimension the axis that cuts it, several axes (the first one slowest), or None; dimensions that
             are left out are whole. Along axes that are named nowhere the ranks have replicas.
         partial: Axes along which each rank holds an addend; the value is their sum. For sources only.
-        dtype: Of the elements: a name, or a numpy or torch dtype; by default float32. Where a target says it, sources
-            that have another one are converted: both are float64, float32, float16 or bfloat16.
+        dtype: Of the elements: a name, or a numpy or torch dtype; by default float32. If a target has one, sources
+            of another dtype are converted: both are float64, float32, float16 or bfloat16.
 
     Returns:
         The layout, for any number of tensors of this shape.
@@ -290,7 +290,7 @@ def layout(
         InvalidArgumentError: An axis is unknown or used twice, or a number or dtype makes no sense.
     """
     axes = mesh_of(mesh)
-    cuts = tuple(() if one is None else axes_of("spec", one) for one in items_of("spec", spec))
+    cuts = tuple(() if axes_named is None else axes_of("spec", axes_named) for axes_named in items_of("spec", spec))
     sums = axes_of("partial", partial)
     extents = shape_of(shape)
     if len(cuts) > len(extents):
@@ -303,7 +303,7 @@ def layout(
             refuse("spec", f"axis {shown(axis)} twice", "each axis for one dimension, or for the partial sum")
     cuts += ((),) * (len(extents) - len(cuts))
     table = _of_mesh(extents, axes, cuts, sums)
-    return Layout(shape=extents, regions=table, said=_mesh_words(axes, cuts, sums), **_asked(dtype))
+    return Layout(shape=extents, regions=table, said=_mesh_words(axes, cuts, sums), **_dtype_fields(dtype))
 
 
 def fused_layouts(key: str, layouts: Mapping[str, Layout], dim: int = 0) -> dict[str, Layout]:
@@ -326,17 +326,17 @@ def fused_layouts(key: str, layouts: Mapping[str, Layout], dim: int = 0) -> dict
     every = list(layouts.values())
     if not isinstance(key, str) or not key or not is_unicode(key):
         refuse("key", shown(key), "the name of a local tensor", op="fused_layouts")
-    kinds = {(one.dtype, one.world_size, len(one.shape)) for one in every}
-    if len(kinds) != 1 or any(one.key or one.axes for one in every):
-        found = f"{len(every)} of {len(kinds)} kinds"
-        refuse("layouts", found, "layouts of one dtype, rank count and dimensions", op="fused_layouts")
+    kinds = {(each.dtype, each.world_size, len(each.shape)) for each in every}
+    if len(kinds) != 1 or any(each.key or each.axes for each in every):
+        actual = f"{len(every)} of {len(kinds)} kinds"
+        refuse("layouts", actual, "layouts of one dtype, rank count and dimensions", op="fused_layouts")
     if not isinstance(dim, int) or not 0 <= dim < len(every[0].shape):
         expected = f"a dimension of the tensors, from 0 to {len(every[0].shape) - 1}"
         refuse("dim", dim, expected, op="fused_layouts")
-    tables = _stacked(tuple(one.regions for one in every), dim)
+    tables = _stacked(tuple(each.regions for each in every), dim)
     return {
-        name: replace(one, regions=table, key=key, said=f"{one.said}, fused along dimension {dim}")
-        for (name, one), table in zip(layouts.items(), tables, strict=True)
+        name: replace(each, regions=table, key=key, said=f"{each.said}, fused along dimension {dim}")
+        for (name, each), table in zip(layouts.items(), tables, strict=True)
     }
 
 
@@ -368,28 +368,30 @@ def _index(axes: Sequence[str], where: Mapping[str, int], sizes: Mapping[str, in
 @lru_cache(maxsize=256)
 def _stacked(tables: tuple[Regions, ...], dim: int) -> tuple[Regions, ...]:
     filled: dict[int, int] = {}  # rank -> how far its local tensor is filled
-    found = []
+    stacked = []
     for table in tables:
         rows = tuple(
-            replace(one, at=(*one.at[:dim], one.at[dim] + filled.get(one.rank, 0), *one.at[dim + 1 :]))
-            for one in table.rows
+            replace(region, at=(*region.at[:dim], region.at[dim] + filled.get(region.rank, 0), *region.at[dim + 1 :]))
+            for region in table.rows
         )
         for rank, shape in table.local_shapes.items():
             filled[rank] = filled.get(rank, 0) + shape[dim]
-        found.append(Regions(table.world_size, table.parts, rows))
-    return tuple(found)
+        stacked.append(Regions(table.world_size, table.parts, rows))
+    return tuple(stacked)
 
 
 @lru_cache(maxsize=256)
 def _check_fit(shape: Point, regions: Regions) -> None:
-    for one in regions.rows:
-        if len(one.box) != len(shape) or any(hi > size for (_, hi), size in zip(one.box, shape, strict=True)):
-            refuse("region", f"{words(one.bounds)} of rank {one.rank}", f"a box in the shape {list(shape)}")
-        if one.rank >= regions.world_size or one.part >= regions.parts:
-            refuse("region", f"addend {one.part} of rank {one.rank}", f"below {regions.parts}, {regions.world_size}")
+    for region in regions.rows:
+        if len(region.box) != len(shape) or any(hi > size for (_, hi), size in zip(region.box, shape, strict=True)):
+            refuse("region", f"{words(region.bounds)} of rank {region.rank}", f"a box in the shape {list(shape)}")
+        if region.rank >= regions.world_size or region.part >= regions.parts:
+            refuse(
+                "region", f"addend {region.part} of rank {region.rank}", f"below {regions.parts}, {regions.world_size}"
+            )
 
 
-def _asked(dtype: Any) -> dict[str, Any]:
+def _dtype_fields(dtype: Any) -> dict[str, Any]:
     return {"dtype": _DEFAULT if dtype is None else dtype_name(dtype), "converts": dtype is not None}
 
 

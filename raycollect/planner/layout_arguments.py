@@ -1,4 +1,4 @@
-"""The arguments of `layout` and its like: what they may be, and how others are refused."""
+"""The arguments of `layout` and similar functions: their valid values, and the errors of others."""
 
 from __future__ import annotations
 
@@ -50,23 +50,23 @@ _KINDS = {
     "regions": "at least one Region, and nothing else",
     "region": "whole numbers from 0 on; for each dimension (first, behind the last), and a place in the local tensor",
 }
-"""What an argument is."""
+"""The valid values of an argument."""
 
 _MOST_TOLD = 1000
 
 
-def refuse(field: str, found: object, expected: str = "", *, op: str = "layout") -> NoReturn:
-    """Raises the InvalidArgumentError of an argument; `found` is a value, or a text that tells of it."""
-    text = found if isinstance(found, str) else shown(found)
+def refuse(field: str, actual: object, expected: str = "", *, op: str = "layout") -> NoReturn:
+    """Raises the InvalidArgumentError of an argument; `actual` is a value, or a text about it."""
+    text = actual if isinstance(actual, str) else shown(actual)
     raise refusal(op, "", (wrong_argument(field, text[:_MOST_TOLD], expected or _KINDS[field]),))
 
 
 def whole(value: Any, most: int = MOST_EXTENT) -> int:
     """A whole number from 0 on, also one of numpy's; raises TypeError or ValueError."""
-    found = operator.index(value)
-    if isinstance(value, bool) or not 0 <= found <= most:
+    number = operator.index(value)
+    if isinstance(value, bool) or not 0 <= number <= most:
         raise ValueError(f"{shown(value)} is not a whole number from 0 to {most}")
-    return found
+    return number
 
 
 def shape_of(value: Any) -> Point:
@@ -81,24 +81,24 @@ def mesh_of(value: Any) -> tuple[tuple[str, int], ...]:
     """The axes of a mesh, with their sizes."""
     ranks = 1
     try:
-        found = tuple((axis, whole(size, MOST_RANKS)) for axis, size in value.items())
+        axes = tuple((axis, whole(size, MOST_RANKS)) for axis, size in value.items())
     except (TypeError, ValueError, AttributeError):
         refuse("mesh", shown(value))
-    for axis, size in found:
+    for axis, size in axes:
         ranks *= size
         if not isinstance(axis, str) or not is_unicode(axis) or not 0 < ranks <= MOST_RANKS:
             refuse("mesh", shown(dict(value)))
-    if not found:
+    if not axes:
         refuse("mesh", shown(value))
-    return found
+    return axes
 
 
 def axes_of(field: str, value: Any) -> tuple[str, ...]:
     """The axes that an argument names."""
-    found = (value,) if isinstance(value, str) else items_of(field, value)
-    if not all(isinstance(one, str) for one in found):
+    axes = (value,) if isinstance(value, str) else items_of(field, value)
+    if not all(isinstance(axis, str) for axis in axes):
         refuse(field, shown(value))
-    return found
+    return axes
 
 
 def items_of(field: str, value: Any) -> tuple[Any, ...]:
@@ -110,8 +110,8 @@ def items_of(field: str, value: Any) -> tuple[Any, ...]:
 
 
 def check_named(op: str, field: str, value: Any, kind: type[Any]) -> None:
-    """Refuses what is not a dict of values of a class by name."""
-    if not isinstance(value, Mapping) or not all(isinstance(one, kind) for one in value.values()):
+    """Refuses a value that is not a dict of values of a class by name."""
+    if not isinstance(value, Mapping) or not all(isinstance(item, kind) for item in value.values()):
         refuse(field, shown(value), f"a dict of {kind.__name__}s by name", op=op)
     if not all(isinstance(name, str) and is_unicode(name) for name in value):
         refuse(field, f"of the names {shown(list(value))}", "names in Unicode", op=op)

@@ -1,4 +1,4 @@
-"""From a request to the buffers and kernels of each rank: by the backend's own kernel, or by others that it has."""
+"""Lowers a request to the buffers and kernels of each rank: to the backend's own kernel, or to its substitutes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _own(request: Request, operands: Operands) -> Template:
     if takes and spec.in_place:
         buffers += [] if request.inplace else [_LIKE]
     elif takes:
-        buffers.append(_OPERAND if taken is not None else _made(spec) if gives else _LEARNED)
+        buffers.append(_OPERAND if taken is not None else _new_output(spec) if gives else _LEARNED)
     src, dst = 0 if gives else -1, len(buffers) - 1 if takes else -1
     is_send = spec.kind is OpKind.SEND
     step = TemplateStep(
@@ -50,8 +50,8 @@ def _own(request: Request, operands: Operands) -> Template:
     return Template(buffers=tuple(buffers), steps=(step,), src=src, dst=-1 if spec.in_place else dst, result=result)
 
 
-def _made(spec: OperationSpec) -> Buffer:
-    """The output that a rank makes which gives, too."""
+def _new_output(spec: OperationSpec) -> Buffer:
+    """The new output of a rank that also gives."""
     if spec.takes_pieces:
         return _LEARNED
     return _PIECE if spec.gives_pieces else _LIKE
@@ -63,63 +63,63 @@ def committed(part: Part, request: Request) -> Part:
 
 
 def _committed(template: Template) -> Template:
-    made = next((index for index, buffer in enumerate(template.buffers) if buffer.is_output), -1)
-    buffers = tuple(replace(one, scratch=one.scratch or one.is_output) for one in template.buffers)
+    output = next((index for index, buffer in enumerate(template.buffers) if buffer.is_output), -1)
+    buffers = tuple(replace(buffer, scratch=buffer.scratch or buffer.is_output) for buffer in template.buffers)
     ways = []
     for way in template.ways:
         at = way[-1].at if way else 0
-        back = (TemplateStep(kind=Local.COPY, src=made, dst=template.src, at=at),) if made >= 0 else ()
+        back = (TemplateStep(kind=Local.COPY, src=output, dst=template.src, at=at),) if output >= 0 else ()
         ways.append((*way, TemplateStep(kind=Local.COMMIT, at=at), *back))
-    result = template.src if made >= 0 else template.result
+    result = template.src if output >= 0 else template.result
     return replace(template, buffers=buffers, steps=ways[0], others=tuple(ways[1:]), result=result)
 
 
 def _by_broadcast(request: Request, operands: Operands) -> Template:
     """An allreduce or allgather: the first rank gets the result, and gives it to all."""
-    made = _own(request, operands)
-    root, dst = operands[0] == 0, made.result
+    own = _own(request, operands)
+    root, dst = operands[0] == 0, own.result
     first = OpKind.REDUCE if request.kind is OpKind.ALLREDUCE else OpKind.GATHER
     steps = (
         TemplateStep(kind=first, src=0, dst=dst if root else -1, op=request.op, peer=0),
         TemplateStep(kind=OpKind.BROADCAST, src=dst if root else -1, dst=-1 if root else dst, peer=0),
     )
-    return replace(made, steps=steps)
+    return replace(own, steps=steps)
 
 
 def _on_all(request: Request, operands: Operands) -> Template:
-    """A reduce or gather: all ranks get the result, and all but the root forget it."""
-    made, scratch = _own(request, operands), Buffer(role=Role.LIKE, source=0, scratch=True)
+    """A reduce or gather: all ranks get the result, and all except the root drop it."""
+    own, scratch = _own(request, operands), Buffer(role=Role.LIKE, source=0, scratch=True)
     kind = OpKind.ALLREDUCE
     if request.kind is OpKind.GATHER:
         kind, scratch = OpKind.ALLGATHER, _GATHERED
     is_root = operands[0] == request.root
-    step = TemplateStep(kind=kind, src=0, dst=made.result if is_root else 1, op=request.op)
-    return replace(made, buffers=made.buffers if is_root else (_OPERAND, scratch), steps=(step,))
+    step = TemplateStep(kind=kind, src=0, dst=own.result if is_root else 1, op=request.op)
+    return replace(own, buffers=own.buffers if is_root else (_OPERAND, scratch), steps=(step,))
 
 
 def _of_all(request: Request, operands: Operands) -> Template:
-    """An operation that moves values: all ranks get all of them, and each keeps what it takes."""
+    """An operation that moves values: all ranks get all values, and each copies its own results."""
     spec, rank = OPERATIONS[request.kind], operands[0]
     if spec.takes_pieces:
         return _on_all(request, operands)
-    made, (giver,) = _own(request, operands), spec.givers(rank, len(request.operands), request.root)
-    gathered = len(made.buffers)
+    own, (giver,) = _own(request, operands), spec.givers(rank, len(request.operands), request.root)
+    gathered = len(own.buffers)
     steps = (
         TemplateStep(kind=OpKind.ALLGATHER, src=0, dst=gathered),
-        TemplateStep(kind=Local.COPY, src=gathered, src_piece=giver, dst=made.dst),
+        TemplateStep(kind=Local.COPY, src=gathered, src_piece=giver, dst=own.dst),
     )
-    return replace(made, buffers=(*made.buffers, _GATHERED), steps=steps)
+    return replace(own, buffers=(*own.buffers, _GATHERED), steps=steps)
 
 
 def _by_scatter(request: Request, operands: Operands) -> Template:
-    made = _own(request, operands)
+    own = _own(request, operands)
     scratch = (Buffer(role=Role.LIKE, source=0, scratch=True),) if operands[0] == 0 else ()
     at = 2 if scratch else -1
     steps = (
         TemplateStep(kind=OpKind.REDUCE, src=0, dst=at, op=request.op, peer=0),
         TemplateStep(kind=OpKind.SCATTER, src=at, dst=1, peer=0),
     )
-    return replace(made, buffers=(*made.buffers, *scratch), steps=steps)
+    return replace(own, buffers=(*own.buffers, *scratch), steps=steps)
 
 
 _WRITERS: dict[tuple[OpKind, ...], _Writer | None] = {
@@ -131,14 +131,14 @@ _WRITERS: dict[tuple[OpKind, ...], _Writer | None] = {
     (): lambda request, operands: Template(buffers=(), steps=()),
     PAIR: None,
 }
-"""How an operation is made of others (`OperationSpec.substitutes`); None: by the algorithm of pairs."""
+"""The writers of an operation's substitutes (`OperationSpec.substitutes`); None for the algorithm of pairs."""
 
 
 def lower(request: Request, membership: Membership) -> Part:
     """Chooses buffers and kernels for each rank.
 
     Raises:
-        UnsupportedError: The backend can't run the operation, nor anything that could stand in for it.
+        UnsupportedError: The backend can't run the operation, nor any substitute.
     """
     write = _writer(request)
     written = [(write or _own)(request, operands) for operands in request.operands]
@@ -153,10 +153,12 @@ def _writer(request: Request) -> _Writer | None:
     for needs in OPERATIONS[kind].substitutes:
         if _has(ops, needs):
             return _WRITERS[needs]
-    made = [one.value for one, spec in OPERATIONS.items() if any(_has(ops, needs) for needs in spec.substitutes)]
-    found = f"{kind.value}, which backend {request.group.backend!r} does not have"
-    expected = f"one of {', '.join(sorted({*ops, *made}))}"
-    violation = Violation(kind="unsupported", rank=-1, field="op", found=found, expected=expected)
+    substituted = [
+        other.value for other, spec in OPERATIONS.items() if any(_has(ops, needs) for needs in spec.substitutes)
+    ]
+    actual = f"{kind.value}, which backend {request.group.backend!r} does not have"
+    expected = f"one of {', '.join(sorted({*ops, *substituted}))}"
+    violation = Violation(kind="unsupported", rank=-1, field="op", found=actual, expected=expected)
     raise refusal(kind.value, request.group.name, (violation,))
 
 

@@ -1,4 +1,4 @@
-"""Who is which rank of a group, and where."""
+"""The ranks of a group, and their hosts."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class Membership:
     # Whether the backend folds every element in rank order (P7), so that no algorithm may do otherwise
     bitwise: bool = True
     chunk_nbytes: int = -1  # the most memory that chunks of its backend take on a rank; -1: not known
-    pricing: Pricing = BY_RINGS  # as in `Capabilities` of its backend
-    chosen: str = ""  # why "auto" has picked its backend; empty if the user did
+    pricing: Pricing = BY_RINGS  # `Capabilities.pricing` of its backend
+    chosen: str = ""  # why "auto" has chosen its backend; empty if the user named it
     members: tuple[Member, ...] = ()  # by rank, as its controller knows them; empty where it only plans
-    is_derived: bool = False  # whether it was derived from refs, so that nobody gave its name
+    is_derived: bool = False  # whether it was derived from refs, without a name of the user's
     epoch: int = 0  # how often the group was rebuilt
-    # How long ranks wait for each other in the driver's calls that do not say, in seconds
+    # The time limit of the driver's calls without one of their own, in seconds
     timeout_s: float = 60.0
     _ranks: dict[str, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.spec.world_size == len(self.participants) == len(self.topology.hosts):
             raise ValueError(f"a group of {self.spec.world_size} has {len(self.participants)} members")
-        object.__setattr__(self, "_ranks", {one: rank for rank, one in enumerate(self.participants)})
+        object.__setattr__(self, "_ranks", {participant: rank for rank, participant in enumerate(self.participants)})
 
     @classmethod
     def alone(cls, spec: GroupSpec) -> Membership:
@@ -44,5 +44,5 @@ class Membership:
         return all("GPU" in dict(member.accelerators) for member in self.members)
 
     def rank_of(self, participant: str) -> int:
-        """The rank of a participant; -1: it is no member."""
+        """The rank of a participant; -1 if it is not a member."""
         return self._ranks.get(participant, -1)

@@ -1,7 +1,7 @@
 """Collectives made of sends and receives between two ranks at a time.
 
 Each pair that meets is a launch of its own, so pairs that share no rank run side by side under one number. A rank
-copies what it gives itself. Where w ranks each give n bytes:
+copies its own value. Where w ranks each give n bytes:
 
 ============  ================================  ==============================================================
 name          kinds                             launches, one after the other
@@ -55,7 +55,7 @@ class _StepWriter:
         )
 
     def copy(self, rank: int, src: tuple[int, int], dst: tuple[int, int]) -> None:
-        """Copies in the launch of the rank's last step; in that of its first step where nothing came before."""
+        """Copies in the launch of the rank's previous step; the first copy in the launch of the rank's first step."""
         self._steps[rank].append(
             TemplateStep(kind=Local.COPY, src=src[0], src_piece=src[1], dst=dst[0], dst_piece=dst[1], at=_LAST)
         )
@@ -109,7 +109,7 @@ def tree_cost(kind: OpKind, pricing: Pricing, layout: HostLayout) -> Cost:
 
 
 def ring(part: Part, membership: Membership) -> Written:
-    """Writes an allgather in which each rank sends on what it got last, in the order of the hosts."""
+    """Writes an allgather in which each rank sends on its latest piece, in the order of the hosts."""
     order = [rank for ranks in membership.topology.groups() for rank in ranks]
     writer, world, phases = _StepWriter(part), len(order), len(_phases(len(order)))
     for rank in part.ranks:
@@ -125,7 +125,7 @@ def ring(part: Part, membership: Membership) -> Written:
 
 
 def _phases(world: int) -> tuple[range, ...]:
-    """Who sends in each of the launches that it takes until everyone has sent once."""
+    """The senders of each of the launches in which all ranks send once."""
     if world % 2 == 0:
         return range(0, world, 2), range(1, world, 2)
     return range(0, world - 1, 2), range(1, world, 2), range(world - 1, world)
@@ -151,7 +151,7 @@ def pairwise(part: Part, membership: Membership) -> Written:
 
 
 def scratch(template: Template) -> tuple[Buffer, ...]:
-    """The scratch of a rank that may take into what it gives: data must not overwrite what it still has to send."""
+    """The scratch of a rank whose output may be its input: results must not overwrite unsent values."""
     given_and_taken = template.src >= 0 and template.dst >= 0 and template.buffers[template.dst].role is Role.OPERAND
     return (Buffer(role=Role.LIKE, source=template.dst, scratch=True),) if given_and_taken else ()
 
@@ -159,9 +159,9 @@ def scratch(template: Template) -> tuple[Buffer, ...]:
 def _alltoall(part: Part, writer: _StepWriter) -> None:
     """The lower rank of a pair sends first; the higher one receives into scratch, as it may be in place."""
     templates = [part.template(rank) for rank in part.ranks]
-    landing = [len(one.buffers) if scratch(one) else one.dst for one in templates]
-    for rank, one in enumerate(templates):
-        writer.copy(rank, (one.src, rank), (one.dst, rank))
+    landing = [len(template.buffers) if scratch(template) else template.dst for template in templates]
+    for rank, template in enumerate(templates):
+        writer.copy(rank, (template.src, rank), (template.dst, rank))
     for at, low, high in tournament(len(templates)):
         a, b = templates[low], templates[high]
         writer.send(at, low, (a.src, high), high, (landing[high], low))

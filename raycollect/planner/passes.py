@@ -15,20 +15,20 @@ from raycollect.errors import RefusedError
 from raycollect.planner.algorithms import route
 from raycollect.planner.ir import Part, Plan, Request
 from raycollect.planner.lower import committed, lower
+from raycollect.planner.lower_reshard import resharded
 from raycollect.planner.membership import Membership
 from raycollect.planner.plan_cache import PlanCache
 from raycollect.planner.program import STAGING_NBYTES
-from raycollect.planner.reshard.lowering import resharded
 from raycollect.planner.schedule import schedule
 from raycollect.planner.validate import validate
 from raycollect.planner.verify import verify
 from raycollect.planner.verify_order import verify_order
 
 _TIMEOUT_S = 60.0
-"""Stands for the time limit in forms, which do not depend on it."""
+"""The time limit of forms, which do not depend on it."""
 
 _STEP_NBYTES = 250
-"""What a step, or a buffer, of a template takes."""
+"""The size of a step, or a buffer, of a template."""
 
 _alone = lru_cache(maxsize=256)(Membership.alone)
 
@@ -45,7 +45,7 @@ def plan(requests: Sequence[Request], memberships: Sequence[Membership] = (), *,
         A plan; each part is verified against the postcondition of its operation, and the order against the requests.
 
     Raises:
-        RefusedError: A request makes no sense, or its backend can't do it; has all reasons.
+        RefusedError: A request is invalid, or its backend can't run it; has all reasons.
         InternalError: The plan would be wrong (a bug of ours).
     """
     given = tuple(memberships) or tuple(_alone(request.group) for request in requests)
@@ -59,7 +59,7 @@ def plan_part(request: Request, membership: Membership | None = None) -> Part:
     """Plans one request by itself; returns the same object for all requests of one form.
 
     Raises:
-        RefusedError: The request makes no sense, or the backend can't do it; has all reasons.
+        RefusedError: The request is invalid, or the backend can't run it; has all reasons.
         InternalError: The plan would be wrong (a bug of ours).
     """
     operands = tuple(
@@ -67,20 +67,23 @@ def plan_part(request: Request, membership: Membership | None = None) -> Part:
     )
     form = replace(request, operands=operands, timeout_s=_TIMEOUT_S if 0 < request.timeout_s < math.inf else -1.0)
     group = membership or _alone(request.group)
-    found = _parts.find((form, group))
-    if found is not None:
-        return found
+    part = _parts.find((form, group))
+    if part is not None:
+        return part
     try:
-        found = _planned(form, group)
-        _parts.add((form, group), [group], found)
-        return found
+        part = _planned(form, group)
+        _parts.add((form, group), [group], part)
+        return part
     except RefusedError:
-        validate(request)  # says it of the request itself
+        validate(request)  # raises the error of the request itself
         raise
 
 
 def _nbytes_of(part: Part) -> int:
-    return sum(len(one.boxes) + _STEP_NBYTES * (len(one.buffers) + sum(map(len, one.ways))) for one in part.templates)
+    return sum(
+        len(template.boxes) + _STEP_NBYTES * (len(template.buffers) + sum(map(len, template.ways)))
+        for template in part.templates
+    )
 
 
 _parts: PlanCache[Part] = PlanCache(1024, 64 << 20, _nbytes_of)

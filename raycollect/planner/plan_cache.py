@@ -1,4 +1,4 @@
-"""Caches of plans: bounded by their number and their bytes; the plans of a group go when it ends."""
+"""Caches of plans: bounded by their number and their bytes; the plans of a group are dropped when it ends."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def forget(group: Membership) -> None:
 
 
 class PlanCache(Generic[_Value]):
-    """Plans by what they were made of. Any thread may use it.
+    """Plans by their inputs. Any thread may use it.
 
     Args:
-        most: How many plans are kept at most.
-        most_nbytes: How many bytes these may take; a single plan may take more.
+        most: The most plans in it.
+        most_nbytes: The most bytes of these; a single plan may take more.
         nbytes: The size of a plan, roughly.
     """
 
@@ -34,7 +34,7 @@ class PlanCache(Generic[_Value]):
         self._most = most
         self._most_nbytes = most_nbytes
         self._measure = nbytes
-        # What it was made of -> when it was used last, the plan, its size, its groups
+        # Key -> the time of its last use, the plan, its size, its groups
         self._entries: dict[Hashable, tuple[list[int], _Value, int, Sequence[Membership]]] = {}
         self._nbytes = 0
         self._uses = itertools.count()
@@ -45,7 +45,7 @@ class PlanCache(Generic[_Value]):
         return len(self._entries)
 
     def find(self, key: Hashable) -> _Value | None:
-        """The plan that was made of `key`, which counts as used; None: there is none."""
+        """The plan of a key, which counts as a use; None if unknown."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -53,7 +53,7 @@ class PlanCache(Generic[_Value]):
         return entry[1]
 
     def add(self, key: Hashable, groups: Sequence[Membership], value: _Value) -> None:
-        """Keeps a plan over these groups; those that were not used for the longest time go where there are too many."""
+        """Adds a plan over these groups; removes the least recently used plans if there are too many."""
         with self._lock:
             self._drop(key)
             self._entries[key] = [next(self._uses)], value, (nbytes := self._measure(value)), groups

@@ -1,4 +1,4 @@
-"""Predicts what a collective would cost on any cluster, in closed form."""
+"""Predicts the cost of a collective on any cluster, in closed form."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raycollect.planner.topology import BETWEEN, INSIDE, Link
 
 
 class PricedBackend(Protocol):
-    """What a prediction depends on: `Capabilities`, as `raycollect.backends.get` returns it."""
+    """The properties of a backend that a prediction needs: `Capabilities`, as `raycollect.backends.get` returns it."""
 
     @property
     def name(self) -> str:
@@ -39,12 +39,12 @@ class PricedBackend(Protocol):
 class Cluster:
     """Equal hosts with consecutive ranks."""
 
-    hosts: int  # how many hosts
-    ranks_per_host: int  # how many ranks on each
+    hosts: int
+    ranks_per_host: int
     inside: Link = INSIDE  # the link inside a host
     between: Link = BETWEEN  # the link between hosts, shared by the ranks of one host
     backend: PricedBackend  # such as ``raycollect.backends.get("tcp")``
-    # Whether elements have to be folded in rank order; None: where the backend promises it (`shm`; `tcp` on request,
+    # Whether elements have to be folded in rank order; None if the backend decides (`shm`; `tcp` on request,
     # and where each rank has a host of its own or all have one)
     bitwise: bool | None = None
 
@@ -82,20 +82,20 @@ def predict(kind: OpKind | str, nbytes: int, cluster: Cluster) -> tuple[Predicti
         cluster: The cluster.
 
     Raises:
-        ValueError: There is no such operation, or `nbytes` is negative.
+        ValueError: The operation is unknown, or `nbytes` is negative.
     """
     if nbytes < 0:
         raise ValueError(f"a rank can't give {nbytes} bytes")
-    if not isinstance(kind, OpKind) and kind not in {one.value for one in OpKind}:
-        raise ValueError(f"no operation {kind!r}; there are {', '.join(one.value for one in OpKind)}")
+    if not isinstance(kind, OpKind) and kind not in {operation.value for operation in OpKind}:
+        raise ValueError(f"no operation {kind!r}; there are {', '.join(operation.value for operation in OpKind)}")
     bitwise = cluster.in_rank_order
     layout = HostLayout.uniform(cluster.hosts, cluster.ranks_per_host, cluster.inside, cluster.between)
-    layout, found = replace(layout, rank_order=bitwise), []
+    layout, predictions = replace(layout, rank_order=bitwise), []
     for name, algorithm in ALGORITHMS.items():
         if OpKind(kind) in algorithm.kinds:
             cost = algorithm.cost(OpKind(kind), cluster.backend.pricing, layout)
             inside, between = cost.traffic(nbytes)
-            found.append(
+            predictions.append(
                 Prediction(name=name, time_s=cost.line.time_s(nbytes), nbytes_inside=inside, nbytes_between=between)
             )
-    return tuple(sorted(found, key=lambda one: one.time_s))
+    return tuple(sorted(predictions, key=lambda prediction: prediction.time_s))

@@ -1,4 +1,4 @@
-"""One participant's half of a plan: the part of it that is sent."""
+"""One participant's half of a plan, which is sent to it."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Domain(Wire, frozen=True, kw_only=True, dict=True):
 
 
 class Share(Wire, frozen=True, kw_only=True):
-    """What one rank does for all requests of one form."""
+    """The work of one rank for all requests of one form."""
 
-    domain: Domain  # who takes part
+    domain: Domain  # the participating ranks
     root: int  # the root rank that all must agree on; -1: none
     reduce_op: ReduceOp | None  # the reduce op that all must agree on
     template: Template
@@ -99,21 +99,21 @@ class Program(Wire, frozen=True, kw_only=True, dict=True):
     agreement; kernels with the same ranks run in it too.
     """
 
-    timeout_s: float  # how long to wait for the others, in seconds
-    rounds: int  # how many rounds of agreement; more than one where a participant learns shapes from others
-    # Who agrees: the ranks of a group that all participants are members of; or all positions, with an empty group
-    # id, through the controller
+    timeout_s: float  # the time limit of waits for the others, in seconds
+    rounds: int  # the rounds of agreement; more than one if a participant learns shapes from others
+    # The ranks of the agreement, in a group that has all participants; or all positions, with an empty group id,
+    # through the controller
     agreement: Domain
     shares: tuple[Share, ...]  # distinct
     tasks: tuple[Task, ...]
-    # The tasks in the order in which they run, valid where different keys are different memory. Where one
-    # participant finds that they are not, all run one task after the other instead, in the order of the requests,
+    # The tasks in the order in which they run, valid if different keys are different memory. If any participant
+    # has overlapping keys, all run one task after the other instead, in the order of the requests,
     # with launches from `Task.alone` on.
     bundles: tuple[Bundle, ...]
     # For each request of the plan: (its ranks, their places in the agreement). Empty where each request has
     # exactly the ranks of the agreement.
     everyone: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
-    keys: int = 0  # how many keys it works on
+    keys: int = 0  # the number of its keys
     staging: int = STAGING_NBYTES  # the bytes of staging in which tensors may travel packed; 0: none does
     # Whether all participants synchronize through the controller before they overwrite their operands
     commits: bool = False
@@ -130,7 +130,7 @@ class Program(Wire, frozen=True, kw_only=True, dict=True):
         return any(self.shares[task.share].template.makes for task in self.tasks)
 
     def places_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """The places of ranks that have ended the launch of the agreement; none where others may have more to do."""
+        """The places of ranks that have ended the launch of the agreement; empty if others may have more to do."""
         return () if self.everyone else tuple(map(self.agreement.ranks.index, ranks))
 
 

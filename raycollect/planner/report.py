@@ -1,27 +1,29 @@
-"""Explanations of plans and steps: their values, which `explain` works out, and their text.
+"""Explanations of plans and of captured steps: their values, which `explain` works out, and their text.
 
-In the text, calls that differ only in their number share a row, and so do those of one method. Notebooks show the table
-of the calls, which unfolds to the text.
+In the text, calls that differ only in their number share a row, and so do the calls of one method. Notebooks show the
+table of the calls, which unfolds to the text.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from raycollect.core.html import Markup, block, folded, table
 from raycollect.errors.text import listed
-from raycollect.planner.wording import clipped, columns, counted, nbytes_words, numbered, ranks_words, seconds_words
+from raycollect.planner.topology import Link
+from raycollect.planner.wording import columns, counted, nbytes_words, ranks_words, seconds_words
 
-MOST_ACTS = 8
-"""How many different roles of ranks are listed per call; the others are counted."""
+MOST_LINES = 8
+"""The number of lines about single ranks per call; the other ranks are counted."""
 
 MOST_RANKS = 40
-"""How many characters a list of ranks may take."""
+"""The number of characters of a list of ranks."""
 
 MOST_ACTORS = 4
-"""How many actors of a method's calls are named; the others are counted."""
+"""The number of actors that are named per method; the others are counted."""
 
 _HEAD = (
     *("calls", "operation", "group", "ranks", "tensors", "dtype", "bytes per rank"),
@@ -31,27 +33,17 @@ _RIGHT = frozenset({"tensors", "bytes per rank", "inside hosts", "between hosts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MovedRank:
-    """What one rank moves in a reshard, in bytes."""
-
-    rank: int
-    nbytes_sent: int  # to other ranks
-    nbytes_received: int  # from other ranks
-    nbytes_own: int  # from its own tensors
-    staging: int  # in which its messages are packed
-    gives: tuple[tuple[int, int], ...]  # (another rank, what it gets)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """What a reshard moves, and who gives what to whom."""
+    """The messages of a reshard."""
 
-    ranks: tuple[MovedRank, ...]
+    sends: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]  # for each rank: (rank, (receiver, bytes) of each)
+    copies: tuple[int, ...]  # for each of these ranks, the bytes that it copies from its own tensors
+    staging: int  # the most bytes in which a rank packs its messages
     nbytes_inside: int  # between ranks of one host
     nbytes_between: int  # between hosts
-    rounds: int  # how many exchanges there are
-    pieces: int  # how many boxes travel
-    least_between: int  # the least bytes that any plan moves between hosts; -1: not known, for partial sums
+    rounds: int  # the number of exchanges
+    boxes: int  # the number of boxes that travel
+    least_between: int  # the least bytes that any plan moves between hosts; -1: unknown, for partial sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,47 +53,36 @@ class Row:
     call: int  # its place in the batch, from 0
     op: str  # the operation, with its reduce op and root
     group: str
-    backend: str
-    chosen: str  # why the group has this backend, if nobody named one; or empty
+    backend: str  # the group's backend; with the reason, if "auto" chose it among several
     ranks: tuple[int, ...]
-    tensors: int  # how many tensors a rank gives
+    tensors: int  # the number of tensors that a rank gives
     dtypes: tuple[str, ...]  # their distinct dtypes
     nbytes: int  # the most bytes that a rank gives
     after: tuple[int, ...]  # the calls that must run before it, because one of the two writes what the other uses
     bundle: int  # its place in the execution order; calls with the same place run together
-    packed: tuple[int, int, int]  # how many tensors of its bundle travel packed, of how many, and in how many kernels
-    together: int  # how many tensors of its bundle the backend runs with one synchronization of the ranks
+    packed: tuple[int, int, int]  # the tensors of its bundle that travel packed, of all tensors, in how many kernels
+    together: int  # the number of tensors of its bundle that the backend runs with one synchronization of the ranks
     algorithm: str
     why: str
-    bits: str  # what is promised about the bits of a reduction (P7); empty for other operations
+    bits: str  # the order in which a reduction is folded (P7); empty for other operations
     nbytes_inside: int  # the bytes that all ranks together move inside hosts
     nbytes_between: int  # the same between hosts
-    launches: tuple[int, ...]  # the launches of the plan in which it runs; 0 is that of the agreement
-    acts: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]  # what ranks do: "send piece 2 to rank 1 (launch 3)"
+    launches: tuple[int, ...]  # the launches of the plan in which it runs; 0 is the launch of the agreement
+    acts: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]  # (ranks, their steps)
     made_nbytes: int  # the most bytes of output that are made on a rank
     scratch_nbytes: int  # the most bytes of scratch that are made on a rank
-    time_s: float  # how long its bundle takes, in seconds
-    moved: Moved | None = None  # what a reshard moves; None for other operations
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkCost:
-    """What links are taken to cost; see `raycollect.planner.Link`."""
-
-    place: str  # "inside": between ranks of one host; "between": between hosts, in an exchange of all with all
-    latency_s: float
-    bandwidth: float  # in bytes per second
-    source: str  # "assumed", "from the file"
+    time_s: float  # the time of its bundle, in seconds
+    moved: Moved | None = None  # the messages of a reshard; None for other operations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """The most memory that a participant needs beyond the operands, in bytes."""
 
-    outputs: int  # what is made for the user
-    scratch: int  # what is made for the steps only
+    outputs: int  # made for the user
+    scratch: int  # made for the steps only
     packing: int  # the staging of tensors that travel packed
-    stand_ins: int  # copies, where the backends work, of tensors that lie elsewhere
+    device_staging: int  # copies, where the backends work, of tensors on other devices
     chunks: tuple[tuple[str, int], ...]  # for each group: (its name, the chunks of its backend; -1: unknown)
 
 
@@ -119,277 +100,234 @@ class Invoked:
 class MethodCalls:
     """A stage of a captured step: method calls with no collective between them."""
 
-    calls: tuple[Invoked, ...]  # the calls, in order; those of different actors run at the same time
+    calls: tuple[Invoked, ...]  # in order; calls of different actors run at the same time
+
+    def lines(self) -> Iterator[str]:
+        """The stage as text."""
+        yield counted(len(self.calls), "method call")
+        methods: dict[str, list[Invoked]] = {}
+        for call in self.calls:
+            methods.setdefault(call.method, []).append(call)
+        for method, calls in methods.items():
+            actors = listed(dict.fromkeys(call.actor for call in calls), most=MOST_ACTORS)
+            after = sorted({number for call in calls for number in call.after})
+            results = f", with the results of {_numbered(after)}" if after else ""
+            yield f"{_numbered([call.call for call in calls])}: {method} of {actors}{results}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Totals:
-    """What both kinds of explanations say, and how they are shown; a notebook shows a table."""
-
-    participants: int  # how many processes take part; each gets one message
-    launches: int  # how many launches there are, that of the agreement included
-    memory: Memory  # the most that a participant needs beyond the operands
-    time_s: float  # the time of all collectives after their agreements, in seconds
-    nbytes_inside: int  # the bytes moved inside hosts, by all ranks together
-    nbytes_between: int  # the same between hosts
+class _Explained:
+    """The forms in which both kinds of explanations are shown."""
 
     def explain(self) -> str:
         """The explanation as text, in ASCII except for the user's names."""
-        lines = [self._title(), "", *self._body(), *_listed(self._totals())]
-        return "\n".join(line.rstrip() for line in lines) + "\n"
+        return "\n".join(line.rstrip() for line in self.lines()) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
         """The explanation as values that JSON gives back as they are."""
-        return {name: _plain(value) for name, value in asdict(self).items()}
+        values: dict[str, Any] = json.loads(json.dumps(asdict(self)))  # type: ignore[call-overload]
+        return values
+
+    def lines(self) -> Iterator[str]:
+        """The lines of the text; the first one is the title."""
+        raise NotImplementedError
+
+    @property
+    def plans(self) -> Sequence[Explanation]:
+        """The explanations of its plans."""
+        raise NotImplementedError
 
     def _repr_html_(self) -> Markup:
-        rows = [cells for plan in self._plans() for bundle in plan._bundles() for cells in _cells(bundle)]
-        calls = table(_HEAD, rows, right=_RIGHT, most=len(rows)) if rows else ""
-        return block("plan", self._title(), calls, folded("all that it does", self.explain()))
+        cells = [line for plan in self.plans for line in plan.cells()]
+        calls = table(_HEAD, cells, right=_RIGHT, most=len(cells)) if cells else ""
+        return block("plan", next(self.lines()), calls, folded("the whole explanation", self.explain()))
 
     def __str__(self) -> str:
         return self.explain()
 
-    def _title(self) -> str:
-        raise NotImplementedError
-
-    def _body(self) -> Iterator[str]:
-        raise NotImplementedError
-
-    def _plans(self) -> Sequence[Explanation]:
-        raise NotImplementedError
-
-    def _totals(self) -> list[tuple[str, str]]:
-        raise NotImplementedError
-
-    def _needs(self, *, kept: str = "", allowed: str = "") -> list[tuple[str, str]]:
-        memory = self.memory
-        return [
-            ("bytes inside hosts", nbytes_words(self.nbytes_inside)),
-            ("bytes between hosts", nbytes_words(self.nbytes_between)),
-            ("outputs on a rank", f"{nbytes_words(memory.outputs)}{kept}"),
-            ("scratch on a rank", nbytes_words(memory.scratch)),
-            ("packing on a rank", f"{nbytes_words(memory.packing)}{allowed}"),
-            *([("stand-ins on a rank", nbytes_words(memory.stand_ins))] if memory.stand_ins else []),
-            ("chunks, at most", ", ".join(f"{name} {_chunks(nbytes)}" for name, nbytes in memory.chunks)),
-        ]
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {next(self.lines())}; .explain() has the whole>"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation(_Totals):
-    """What a call or a batch will do, and how to show it; a notebook shows it as a table."""
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Explanation(_Explained):
+    """The explanation of a call or a batch; a notebook shows it as a table."""
 
     name: str  # the operation, or "batch"
+    participants: int  # the number of processes that take part; each gets one message
     agreement: str  # where they agree: the name of a group, or "the controller"
-    rounds: int  # how many rounds of agreement there are
+    rounds: int  # the number of rounds of agreement
+    launches: int  # the number of launches, that of the agreement included
     staging: int  # the bytes in which tensors may travel packed; 0: none does
     rows: tuple[Row, ...]
-    links: tuple[LinkCost, ...]  # what the links are taken to cost, and where the numbers are from
+    memory: Memory
+    time_s: float  # the time of all collectives after the agreement, in seconds
+    nbytes_inside: int  # the bytes moved inside hosts, by all ranks together
+    nbytes_between: int  # the same between hosts
+    links: tuple[tuple[str, Link], ...]  # the assumed costs of the links "inside" and "between" hosts
 
-    def __repr__(self) -> str:
-        calls = counted(len(self.rows), "call")
-        ways = ", ".join(dict.fromkeys(row.algorithm for row in self.rows))
-        return f"<Explanation of {self.name}: {calls}, {self.participants} participants, {ways}; .explain() tells all>"
-
-    def _title(self) -> str:
-        calls, who = counted(len(self.rows), "call"), counted(self.participants, "participant")
-        return f"{self.name}: {calls}, {who}, {seconds_words(self.time_s)} estimated"
-
-    def _plans(self) -> Sequence[Explanation]:
-        return (self,)
-
-    def _bundles(self) -> list[list[Row]]:
-        found: dict[int, list[Row]] = {}
-        for row in sorted(self.rows, key=lambda one: one.bundle):
-            found.setdefault(row.bundle, []).append(row)
-        return list(found.values())
-
-    def _body(self) -> Iterator[str]:
-        bundles = self._bundles()
-        cells = [_HEAD, *(line for rows in bundles for line in _cells(rows))]
+    def lines(self) -> Iterator[str]:
+        """The lines of the text; the first one is the title."""
+        calls, processes = counted(len(self.rows), "call"), counted(self.participants, "participant")
+        yield f"{self.name}: {calls}, {processes}, {seconds_words(self.time_s)} estimated"
+        yield ""
+        cells = [_HEAD, *self.cells()]
         dashes = ["-" * max(map(len, column)) for column in zip(*cells, strict=True)]
         yield from columns([cells[0], dashes, *cells[1:]], _RIGHT)
-        yield ""
-        for rows in bundles:
-            yield f"{_calls(rows)}: {rows[0].op}"
-            yield from (f"  {name:<10} {what}" for name, what in _details(rows))
-            yield from (f"    {line}" for line in (*_moved_lines(rows[0].moved), *_act_lines(rows[0].acts)))
+        for rows in self._bundles():
             yield ""
+            yield f"{_numbered([row.call for row in rows])}: {rows[0].op}"
+            yield from (f"  {line}" for line in (*_named(_details(rows)), *_rank_lines(rows[0])))
+        yield ""
+        yield "in all"
+        yield from (f"  {line}" for line in _named(self._totals()))
 
-    def _totals(self) -> list[tuple[str, str]]:
-        return [
-            ("messages", f"{self.participants}, one per participant"),
-            ("consistency check", f"{self.agreement}, {counted(self.rounds, 'round')}"),
-            ("launches", f"{self.launches}, with that of the consistency check"),
-            *self._needs(allowed=f", of {nbytes_words(self.staging)} allowed"),
-            *((f"a link {one.place} hosts", _link(one)) for one in self.links),
-            ("time", f"{seconds_words(self.time_s)} after the consistency check"),
-        ]
+    @property
+    def plans(self) -> Sequence[Explanation]:
+        """The explanations of its plans."""
+        return (self,)
+
+    def cells(self) -> Sequence[Sequence[str]]:
+        """The rows of the table."""
+        return [line for rows in self._bundles() for line in _cells(rows)]
+
+    def _bundles(self) -> list[list[Row]]:
+        bundles: dict[int, list[Row]] = {}
+        for row in sorted(self.rows, key=lambda row: row.bundle):
+            bundles.setdefault(row.bundle, []).append(row)
+        return list(bundles.values())
+
+    def _totals(self) -> dict[str, str]:
+        memory = self.memory
+        chunks = (f"{name} {'unknown' if size < 0 else nbytes_words(size)}" for name, size in memory.chunks)
+        return {
+            "consistency check": f"{self.agreement}, {counted(self.rounds, 'round')}",
+            "launches": f"{self.launches}; launch 0 is the consistency check",
+            "bytes inside hosts": nbytes_words(self.nbytes_inside),
+            "bytes between hosts": nbytes_words(self.nbytes_between),
+            "outputs on a rank": nbytes_words(memory.outputs),
+            "scratch on a rank": nbytes_words(memory.scratch),
+            "packing on a rank": f"{nbytes_words(memory.packing)}, of {nbytes_words(self.staging)} allowed",
+            "device staging": nbytes_words(memory.device_staging) if memory.device_staging else "",
+            "chunks, at most": ", ".join(chunks),
+            **{f"a link {place} hosts": _link_words(link) for place, link in self.links},
+        }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepExplanation(_Totals):
-    """What each run of a captured step will do, and how to show it; a notebook shows it as a table."""
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class StepExplanation(_Explained):
+    """The explanation of each run of a captured step; a notebook shows it as a table."""
 
-    calls: int  # how many calls there are, of methods and of collectives
+    participants: int  # the number of processes that take part
     # In order: method calls, or the explanation of a plan; calls are numbered over the whole step
     stages: tuple[MethodCalls | Explanation, ...]
-    # For each stage, how many refs are its operands and arguments: they are the same in every run
+    # For each stage, the number of refs among its operands and arguments: they are the same in every run
     fixed: tuple[int, ...]
 
-    def __repr__(self) -> str:
-        what = f"{counted(self.calls, 'call')} in {counted(len(self.stages), 'stage')}"
-        who = counted(self.participants, "participant")
-        return f"<StepExplanation of a captured step: {what}, {who}; .explain() tells all>"
-
-    def _title(self) -> str:
-        calls, stages = counted(self.calls, "call"), counted(len(self.stages), "stage")
-        return f"captured step: {calls} in {stages}, {counted(self.participants, 'participant')}"
-
-    def _plans(self) -> Sequence[Explanation]:
+    @property
+    def plans(self) -> Sequence[Explanation]:
+        """The explanations of its plans."""
         return [stage for stage in self.stages if isinstance(stage, Explanation)]
 
-    def _body(self) -> Iterator[str]:
+    @property
+    def calls(self) -> int:
+        """The number of calls, of methods and of collectives."""
+        return sum(len(stage.calls if isinstance(stage, MethodCalls) else stage.rows) for stage in self.stages)
+
+    @property
+    def launches(self) -> int:
+        """The number of launches, those of the agreements included."""
+        return sum(plan.launches for plan in self.plans)
+
+    def lines(self) -> Iterator[str]:
+        """The lines of the text; the first one is the title."""
+        calls, stages = counted(self.calls, "call"), counted(len(self.stages), "stage")
+        time = f"{seconds_words(sum(plan.time_s for plan in self.plans))} estimated without the methods"
+        yield f"captured step: {calls} in {stages}, {counted(self.participants, 'participant')}, {time}"
         for at, (stage, fixed) in enumerate(zip(self.stages, self.fixed, strict=True)):
-            if isinstance(stage, MethodCalls):
-                yield f"stage {at}: {counted(len(stage.calls), 'method call')}"
-                told = _method_lines(stage)
-            else:
-                yield f"stage {at}: {stage._title()}"
-                told = [*stage._body(), *_listed(stage._totals()[1:], "in this stage")]
-            if fixed:
-                each = "each the same" if fixed > 1 else "the same"
-                told.append(f"fixed when captured: {counted(fixed, 'ref')}, {each} value in every run")
-            yield from (line and f"  {line}" for line in told)
+            title, *body = stage.lines()
             yield ""
-
-    def _totals(self) -> list[tuple[str, str]]:
-        plans = len(self._plans())
-        messages = ("messages", f"{self.participants} per run, one per participant")
-        if not plans:
-            return [messages]
-        return [
-            messages,
-            ("launches", f"{self.launches}, with those of {counted(plans, 'consistency check')}"),
-            *self._needs(kept=" at most, kept until the run that follows"),
-            ("time", f"{seconds_words(self.time_s)} after the consistency checks, without the methods"),
-        ]
+            yield f"stage {at}: {title}"
+            yield from (f"  {line}" for line in body)
+            if fixed:
+                yield f"  fixed when captured: {counted(fixed, 'ref')}, the same in every run"
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return [_plain(one) for one in value]
-    return {name: _plain(one) for name, one in value.items()} if isinstance(value, dict) else value
+def _link_words(link: Link) -> str:
+    return f"{seconds_words(link.latency_s)} and {link.bandwidth / 1e9:.3g} GB/s, {link.source}"
 
 
-def _listed(totals: Sequence[tuple[str, str]], title: str = "in all") -> list[str]:
-    width = max(len(name) for name, _ in totals)
-    return [title, *(f"  {name:<{width}}  {what}" for name, what in totals)]
+def _named(values: dict[str, str]) -> list[str]:
+    """A line for each value that is not empty."""
+    width = max(map(len, values))
+    return [f"{name:<{width}}  {value}" for name, value in values.items() if value]
 
 
-def _calls(rows: Sequence[Row | Invoked]) -> str:
-    return numbered([row.call for row in rows])
+def _numbered(calls: Sequence[int]) -> str:
+    return f"call{'s' if len(calls) > 1 else ''} {ranks_words(calls)}"
 
 
-def _cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """The table rows of a bundle; its time stands only in the first."""
-    alike: dict[tuple[object, ...], list[Row]] = {}
+def _cells(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
+    """The table rows of a bundle; its time is only in the first."""
+    groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        alike.setdefault((row.tensors, row.dtypes, row.nbytes), []).append(row)
-    return [_line(one, told=at == 0) for at, one in enumerate(alike.values())]
+        groups.setdefault((row.tensors, row.dtypes, row.nbytes), []).append(row)
+    for at, group in enumerate(groups.values()):
+        row, times = group[0], f"{len(group)} x " if len(group) > 1 else ""
+        yield (
+            ranks_words([row.call for row in group]),
+            row.op,
+            row.group,
+            _clipped(row.ranks),
+            f"{times}{row.tensors}",
+            ", ".join(row.dtypes) or "-",
+            f"{times}{nbytes_words(row.nbytes)}",
+            row.algorithm,
+            ranks_words(row.launches),
+            nbytes_words(sum(row.nbytes_inside for row in group)),
+            nbytes_words(sum(row.nbytes_between for row in group)),
+            '"' if at else seconds_words(row.time_s),
+        )
 
 
-def _line(rows: Sequence[Row], *, told: bool) -> tuple[str, ...]:
-    row, each = rows[0], f"{len(rows)} x " if len(rows) > 1 else ""
-    launches = ranks_words([launch for launch in row.launches if launch])
-    return (
-        ranks_words([one.call for one in rows]),
-        row.op,
-        row.group,
-        clipped(ranks_words(row.ranks), MOST_RANKS),
-        f"{each}{row.tensors}",
-        ", ".join(row.dtypes) or "-",
-        f"{each}{nbytes_words(row.nbytes)}",
-        row.algorithm,
-        ", ".join(filter(None, ["check" if 0 in row.launches else "", launches])),
-        nbytes_words(sum(one.nbytes_inside for one in rows)),
-        nbytes_words(sum(one.nbytes_between for one in rows)),
-        seconds_words(row.time_s) if told else '"',
-    )
+def _clipped(ranks: Sequence[int]) -> str:
+    words = ranks_words(ranks)
+    return words if len(words) <= MOST_RANKS else f"{words[: MOST_RANKS - 5].rpartition(',')[0]}, ..."
 
 
-def _details(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    row = rows[0]
+def _details(rows: Sequence[Row]) -> dict[str, str]:
+    row, moved = rows[0], rows[0].moved
     packed, tensors, kernels = row.packed
-    after = sorted({call for one in rows for call in one.after})
-    made, scratch = sum(one.made_nbytes for one in rows), sum(one.scratch_nbytes for one in rows)
-    found = {
-        "backend": row.chosen and f"{row.backend}: chosen, as {row.chosen}",
+    after = sorted({call for row in rows for call in row.after})
+    outputs, scratch = sum(row.made_nbytes for row in rows), sum(row.scratch_nbytes for row in rows)
+    details = {
+        "backend": row.backend,
         "why": f"{row.algorithm}: {row.why}",
-        "after": after and numbered(after),
+        "after": after and _numbered(after),
         "packed": packed and f"{packed} of {tensors} tensors travel in {counted(kernels, 'kernel')}",
-        "together": row.together and f"{row.together} of {tensors} tensors with one meeting of the ranks",
+        "together": row.together and f"{row.together} of {tensors} tensors with one synchronization of the ranks",
         "bits": row.bits,
-        "boxes": _boxes(row.moved),
-        "makes": made and f"{nbytes_words(made)} of output on a rank, at most",
+        "makes": outputs and f"{nbytes_words(outputs)} of output on a rank, at most",
         "scratch": scratch and f"{nbytes_words(scratch)} on a rank, at most",
     }
-    return [(name, str(what)) for name, what in found.items() if what]
+    if moved is not None:
+        least = "" if moved.least_between < 0 else f", the least is {nbytes_words(moved.least_between)}"
+        details["boxes"] = (
+            f"{moved.boxes} boxes in {counted(moved.rounds, 'round')}; {nbytes_words(moved.nbytes_between)} "
+            f"between hosts{least}; staging of up to {nbytes_words(moved.staging)} on a rank"
+        )
+    return {name: str(value or "") for name, value in details.items()}
 
 
-def _more(items: Sequence[object], what: str) -> list[str]:
-    return [f"and {len(items) - MOST_ACTS} more {what}"] if len(items) > MOST_ACTS else []
-
-
-def _boxes(moved: Moved | None) -> str:
-    if moved is None:
-        return ""
-    least = "" if moved.least_between < 0 else f", the least is {nbytes_words(moved.least_between)}"
-    return (
-        f"{moved.pieces} boxes in {counted(moved.rounds, 'round')}; {nbytes_words(moved.nbytes_between)} "
-        f"between hosts{least}; staging of up to {nbytes_words(max(one.staging for one in moved.ranks))} on a rank"
-    )
-
-
-def _moved_lines(moved: Moved | None) -> list[str]:
-    """What each rank of a reshard moves, and to whom it gives it."""
-    if moved is None:
-        return []
-    lines = [
-        f"rank {one.rank}: sends {nbytes_words(one.nbytes_sent)}, receives {nbytes_words(one.nbytes_received)}, "
-        f"copies {nbytes_words(one.nbytes_own)}; gives "
-        f"{listed([f'{nbytes_words(n)} to {taker}' for taker, n in one.gives], most=MOST_ACTORS) or 'nothing'}"
-        for one in moved.ranks
-    ]
-    return [*lines[:MOST_ACTS], *_more(lines, "ranks")]
-
-
-def _act_lines(acts: Sequence[tuple[Sequence[int], Sequence[str]]]) -> list[str]:
+def _rank_lines(row: Row) -> list[str]:
+    """The steps of the ranks; of a reshard, their messages."""
     lines = []
-    for ranks, steps in acts[:MOST_ACTS]:
-        who = f"rank{'s' if len(ranks) > 1 else ''} {clipped(ranks_words(ranks), MOST_RANKS)}"
-        first, *others = steps or ("nothing but the consistency check",)
-        lines += [f"{who}: {first}", *(f"{'':{len(who)}}  {step}" for step in others)]
-    return lines + _more(acts, "parts of other ranks")
-
-
-def _method_lines(stage: MethodCalls) -> list[str]:
-    found: dict[str, list[Invoked]] = {}
-    for call in stage.calls:
-        found.setdefault(call.method, []).append(call)
-    lines = []
-    for method, calls in found.items():
-        actors = list(dict.fromkeys(call.actor for call in calls))
-        more = f" and {len(actors) - MOST_ACTORS} more" if len(actors) > MOST_ACTORS else ""
-        after = sorted({one for call in calls for one in call.after})
-        given = f", with what {numbered(after)} {'give' if len(after) > 1 else 'gives'}" if after else ""
-        lines.append(f"{_calls(calls)}: {method} of {', '.join(actors[:MOST_ACTORS])}{more}{given}")
-    return lines
-
-
-def _link(cost: LinkCost) -> str:
-    return f"{seconds_words(cost.latency_s)} and {cost.bandwidth / 1e9:.3g} GB/s, {cost.source}"
-
-
-def _chunks(nbytes: int) -> str:
-    return "unknown" if nbytes < 0 else nbytes_words(nbytes)
+    if row.moved is not None:
+        for (rank, sends), copied in zip(row.moved.sends, row.moved.copies, strict=True):
+            to = listed([f"{nbytes_words(nbytes)} to {receiver}" for receiver, nbytes in sends], most=MOST_ACTORS)
+            lines.append(f"  rank {rank}: sends {to or 'nothing'}; copies {nbytes_words(copied)}")
+    else:
+        for ranks, steps in row.acts:
+            names = f"rank{'s' if len(ranks) > 1 else ''} {_clipped(ranks)}"
+            lines.append(f"  {names}: {', '.join(steps) or 'only the consistency check'}")
+    more = [f"  and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
+    return [*lines[:MOST_LINES], *more]

@@ -1,4 +1,4 @@
-"""Runs the steps of all ranks on symbols: what each buffer holds in the end, or why they never end."""
+"""Runs the steps of all ranks on symbols: yields the contents of each buffer, or the reason of a deadlock."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from raycollect.core.operations import OPERATIONS, OperationSpec
 from raycollect.planner.template import Local, TemplateStep
 
 Symbol = tuple[Any, ...]
-"""What was folded into a value, in the order of the fold: atoms (rank, piece), piece -1 where a rank gives one value,
-and symbols of what was folded separately before."""
+"""The operands of a fold, in order: atoms (rank, piece), with piece -1 if a rank gives one value, and the symbols of
+folds before it."""
 Cell = Sequence[Symbol | None]
 """The contents of a buffer: one symbol, or one per piece; None: undefined. A list where pieces are written one by one.
 """
@@ -28,13 +28,13 @@ class _Launch:
 
     def __init__(self, of: dict[int, int], only: tuple[int, ...]) -> None:
         self.of = of  # rank in the group of the launch -> place; all ranks of the group
-        self.places = tuple(of[rank] for rank in only or sorted(of))  # those who take part, by rank
+        self.places = tuple(of[rank] for rank in only or sorted(of))  # of the participating ranks, by rank
         self.members = frozenset(self.places)
-        self.waiting = 0  # how many have reached a kernel in which all take part
+        self.waiting = 0  # the number of ranks that have reached a kernel of all
 
 
 class SymbolicRun:
-    """One run of one algorithm on symbols; `memory` has what each rank holds."""
+    """One run of one algorithm on symbols; `memory` has the buffers of each rank."""
 
     def __init__(
         self,
@@ -52,15 +52,15 @@ class SymbolicRun:
         self._places = {rank: at for at, rank in enumerate(ranks)}
 
     def run(self) -> str:
-        """Runs all ranks to their ends; returns why they can't end, or nothing."""
+        """Runs all ranks to their ends; returns the reason if they can't end, or an empty text."""
         ready = list(range(len(self._ranks)))
         try:
             while ready:
                 place = ready.pop()
                 if self._at[place] < len(self._steps[place]):
                     moved = self._try(place)
-                    for one in moved:
-                        self._at[one] += 1
+                    for mover in moved:
+                        self._at[mover] += 1
                     ready += moved
         except _WrongError as exc:
             return str(exc)
@@ -74,7 +74,7 @@ class SymbolicRun:
         return steps[at] if at < len(steps) else None
 
     def _try(self, place: int) -> Sequence[int]:
-        """Runs the kernel that a rank has just reached, if all are there; returns who has moved on."""
+        """Runs the kernel that a rank has just reached, if all its ranks have; returns those that completed it."""
         step = self._steps[place][self._at[place]]
         if step.kind is Local.COMMIT:
             return (place,)
@@ -118,7 +118,7 @@ class SymbolicRun:
         if launch.of.get(other.peer, -1) != place:
             return ()
         (giver, give), (taker, take) = sorted(
-            ((place, step), (there, other)), key=lambda one: one[1].kind is OpKind.RECV
+            ((place, step), (there, other)), key=lambda end: end[1].kind is OpKind.RECV
         )
         self._write(taker, take.dst, take.dst_piece, self._read(giver, give.src, give.src_piece))
         return place, there
@@ -195,21 +195,21 @@ class Folds:
 
 
 def _effect(spec: OperationSpec, folds: Folds, read: Sequence[Cell], root: int) -> list[Cell]:
-    """What each rank writes in a kernel in which all take part, from what each reads, and the root's place."""
+    """The outputs of all ranks in a kernel, by their inputs and the root's place."""
     count = len(read)
     if spec.gives_pieces:
         return _of_pieces(spec, folds, read, root)
-    known: dict[Sequence[int], Cell] = {}  # many ranks get the same
+    cells: dict[Sequence[int], Cell] = {}  # many ranks get the same
     written: list[Cell] = []
     for place in range(count):
         givers = spec.givers(place, count, root)
         if not spec.takes or (spec.takes == "root" and place != root):
             written.append(())
             continue
-        if givers not in known:
+        if givers not in cells:
             given = [read[giver] for giver in givers]
-            known[givers] = folds.cells(given) if spec.folds else tuple(chain.from_iterable(given))
-        written.append(known[givers])
+            cells[givers] = folds.cells(given) if spec.folds else tuple(chain.from_iterable(given))
+        written.append(cells[givers])
     return written
 
 

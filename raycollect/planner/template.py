@@ -1,4 +1,4 @@
-"""What a rank does for one request: buffers, and the kernels over them by each algorithm."""
+"""The work of a rank for one request: buffers, and the kernels over them by each algorithm."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raycollect.core.model import OpKind, ReduceOp
 
 
 class Role(enum.Enum):
-    """What a buffer of a template is."""
+    """The roles of the buffers of a template."""
 
     OPERAND = "operand"
     """Kept in the participant's store, given with the program, or made by an earlier task of it."""
@@ -20,13 +20,13 @@ class Role(enum.Enum):
     LEARNED = "learned"
     """Made between two rounds of agreement, when the infos of the other ranks are known.
 
-    A scratch has room for what all ranks give."""
+    A scratch has room for the inputs of all ranks."""
     LAID = "laid"
-    """Made before the agreement, as the layouts of a reshard say (`Template.boxes`)."""
+    """Made before the agreement, by the layouts of a reshard (`Template.boxes`)."""
 
 
 class Buffer(Wire, frozen=True, kw_only=True):
-    """One operand, output or scratch; it may stand for a list or dict of tensors."""
+    """One operand, output or scratch; it may be a list or dict of tensors."""
 
     source: int = -1  # LIKE, PIECE: the index of the other buffer; LAID: of one that it is like, if any
     scratch: bool = False  # whether it is made for the steps only, and dropped when they have ended
@@ -39,7 +39,7 @@ class Buffer(Wire, frozen=True, kw_only=True):
 
 
 class Local(enum.Enum):
-    """What a rank does by itself. None of it begins a launch; `TemplateStep.at` is that of a kernel beside it.
+    """The steps without other ranks. None begins a launch; `TemplateStep.at` is that of an adjacent kernel.
 
     Values are numbers, which tell them from those of `OpKind` on the wire.
     """
@@ -47,9 +47,9 @@ class Local(enum.Enum):
     COPY = 1
     """Copies `src` (or one piece of it) to `dst` (or one piece of it), which may be the same memory."""
     COMMIT = 2
-    """Waits until the controller knows that all ranks have come this far.
+    """Waits until all ranks have reached it, as the controller says.
 
-    No operand is written before it, so that either all ranks get their results, or all keep what they had."""
+    No operand is written before it, so that either all ranks get their results, or all keep their operands."""
 
 
 class TemplateStep(Wire, frozen=True, kw_only=True):
@@ -64,11 +64,11 @@ class TemplateStep(Wire, frozen=True, kw_only=True):
     at: int = 0
     src_piece: int = -1  # the piece of `src`; -1: all of it
     dst_piece: int = -1  # the piece of `dst`; -1: all of it
-    kind: OpKind | Local  # what to do; `operations.PIECES` says where a buffer is taken as one piece per rank
+    kind: OpKind | Local  # `operations.PIECES` says which buffers have one piece per rank
 
 
 class Template(Wire, frozen=True, kw_only=True):
-    """What one rank does for a request."""
+    """The work of one rank for a request."""
 
     steps: tuple[TemplateStep, ...]  # the kernels, in order, by the first of the part's algorithms
     src: int = -1  # the index of the buffer that this rank gives; -1: none
@@ -77,7 +77,7 @@ class Template(Wire, frozen=True, kw_only=True):
     others: tuple[
         tuple[TemplateStep, ...], ...
     ] = ()  # the kernels by each other algorithm of the part, over the same buffers
-    boxes: bytes = b""  # of a reshard, what the rank packs and unpacks (`reshard.halves.Half`); else empty
+    boxes: bytes = b""  # of a reshard, the boxes of the rank (`reshard.halves.Half`); else empty
     buffers: tuple[Buffer, ...]
 
     @property
@@ -87,7 +87,7 @@ class Template(Wire, frozen=True, kw_only=True):
 
     @property
     def is_learned(self) -> bool:
-        """Whether a shape follows from what other ranks bring."""
+        """Whether a shape follows from the arrivals of other ranks."""
         return any(buffer.role is Role.LEARNED for buffer in self.buffers)
 
     @property
@@ -97,11 +97,11 @@ class Template(Wire, frozen=True, kw_only=True):
 
 
 class Choice(Wire, frozen=True, kw_only=True):
-    """One of a part's algorithms, and its conditions; the last one whose conditions hold is taken."""
+    """One of a part's algorithms, and its condition; the last one whose condition holds is taken."""
 
     name: str  # `native`, `tree`, ...
     at_least: int  # the least bytes per rank from which it is taken (all tensors of a bundle together)
-    width: int  # how many launches it has
+    width: int  # the number of its launches
 
 
 NATIVE = Choice(name="native", at_least=0, width=1)

@@ -1,4 +1,4 @@
-"""Where the ranks of a group are, and what the links between them cost."""
+"""The hosts of the ranks of a group, and the costs of the links between them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Link:
 
     latency_s: float
     bandwidth: float
-    source: str = field(default="assumed", compare=False)  # where the numbers are from, for people
+    source: str = field(default="assumed", compare=False)  # the origin of the numbers, for people
 
     def __post_init__(self) -> None:
         if not (self.latency_s >= 0 and self.bandwidth > 0):
@@ -24,14 +24,14 @@ class Link:
 
 
 INSIDE = Link(latency_s=15e-6, bandwidth=6e9)
-"""Shared memory of one machine, where nobody has measured it."""
+"""Shared memory of one machine, if not measured."""
 BETWEEN = Link(latency_s=60e-6, bandwidth=1.2e9)
-"""A network of 10 Gbit/s, where nobody has measured it."""
+"""A network of 10 Gbit/s, if not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Where each rank is."""
+    """The host of each rank."""
 
     hosts: tuple[int, ...]  # for each rank, the number of its host, counted from 0 in the order of the ranks
     inside: Link = INSIDE  # the link between ranks of one host
@@ -46,12 +46,12 @@ class Topology:
 
     @property
     def host_count(self) -> int:
-        """How many hosts there are."""
+        """The number of hosts."""
         return len(set(self.hosts))
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """For each host, its ranks, ascending."""
-        found: dict[int, list[int]] = {}
+        by_host: dict[int, list[int]] = {}
         for rank, host in enumerate(self.hosts):
-            found.setdefault(host, []).append(rank)
-        return tuple(tuple(ranks) for _, ranks in sorted(found.items()))
+            by_host.setdefault(host, []).append(rank)
+        return tuple(tuple(ranks) for _, ranks in sorted(by_host.items()))

@@ -1,4 +1,4 @@
-"""What makes sense of a request before any tensor is known: its ranks, its operands and its arguments."""
+"""Static validation of a request, before shapes are known: of its ranks, operands and arguments."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from raycollect.core.operations import OPERATIONS, Ranks, has_part
 from raycollect.errors import Violation, refusal
 from raycollect.errors.text import as_name
 from raycollect.planner.ir import Operands, Request, Source
-from raycollect.planner.reshard.lowering import reshard_violations
+from raycollect.planner.lower_reshard import reshard_violations
 
 
 def validate(request: Request) -> None:
-    """Refuses a request that is wrong whatever its tensors; RefusedError: has all reasons."""
+    """Refuses a request that is invalid for any tensors; RefusedError has all reasons."""
     if request.reshard is not None:
         violations = reshard_violations(request, request.reshard)
     else:
@@ -31,25 +31,25 @@ def _rank_violations(request: Request) -> list[Violation]:
     world, expected = request.group.world_size, _members(request)
     given = [rank for rank, _, _ in request.operands]
     misplaced = _misplaced(request)
-    found = [
+    violations = [
         Violation(kind="missing", rank=rank, field="operand", found="missing", expected="one ref")
         for rank in sorted((expected - set(given)) | _without_operand(request, {side for _, side, _ in misplaced}))
         if 0 <= rank < world
     ]
-    found += [
+    violations += [
         Violation(kind="not_member", rank=rank, field="rank", found=str(rank), expected=f"one of {sorted(expected)}")
         for rank in sorted(set(given) - expected)
     ]
-    found += [
+    violations += [
         Violation(kind="duplicate", rank=rank, field="operand", found="given twice", expected="one ref")
         for rank, count in sorted(Counter(given).items())
         if count > 1
     ]
-    found += [
+    violations += [
         Violation(kind="mismatch", rank=rank, field=side, found=f"kept by rank {rank}", expected=expected)
         for rank, side, expected in misplaced
     ]
-    return found
+    return violations
 
 
 def _who(request: Request, who: Ranks) -> set[int]:
@@ -66,7 +66,7 @@ def _placed(request: Request) -> list[Operands]:
 
 
 def _without_operand(request: Request, misplaced: set[str]) -> set[int]:
-    """Ranks that lack an operand; not those whose operand another rank brought, as that is reported itself."""
+    """Ranks that lack an operand, except if another rank has an operand too many, which is reported instead."""
     if not (placed := _placed(request)):
         return set()
     spec = OPERATIONS[request.kind]
@@ -82,28 +82,28 @@ def _without_operand(request: Request, misplaced: set[str]) -> set[int]:
 def _misplaced(request: Request) -> list[tuple[int, str, str]]:
     if not (placed := _placed(request)):
         return []
-    spec, found = OPERATIONS[request.kind], []
+    spec, misplaced = OPERATIONS[request.kind], []
     for side, who in (("input", spec.gives), ("output", spec.outputs)):
         allowed = _who(request, who)
         whose = f"rank {min(allowed)}" if len(allowed) == 1 else f"one of {sorted(allowed)}"
         for rank, src, dst in placed:
             key = src if side == "input" else dst
             if key is not None and rank not in allowed:
-                found.append((rank, side, f"kept by {whose}" if allowed else "none"))
-    return found
+                misplaced.append((rank, side, f"kept by {whose}" if allowed else "none"))
+    return misplaced
 
 
 def _argument_violations(request: Request) -> list[Violation]:
     world, kind = request.group.world_size, request.kind
     spec = OPERATIONS.get(kind)
-    found = []
+    violations = []
 
     def wrong(field: str, value: object, expected: str) -> None:
-        found.append(Violation(kind="argument", rank=-1, field=field, found=as_name(value), expected=expected))
+        violations.append(Violation(kind="argument", rank=-1, field=field, found=as_name(value), expected=expected))
 
     if spec is None:
-        wrong("op", kind.value, f"one of {', '.join(known.value for known in OPERATIONS)}")
-        return found
+        wrong("op", kind.value, f"one of {', '.join(operation.value for operation in OPERATIONS)}")
+        return violations
     if spec.root and not 0 <= request.root < world:
         wrong(spec.root, request.root, f"a rank from 0 to {world - 1}")
     if kind is OpKind.SEND and not 0 <= request.peer < world:
@@ -116,11 +116,11 @@ def _argument_violations(request: Request) -> list[Violation]:
         wrong("snapshot", True, "False: what it reads is not overwritten")
     if not 0 < request.timeout_s < math.inf:
         wrong("timeout_s", request.timeout_s, "a positive, finite number of seconds")
-    return found
+    return violations
 
 
-def brought(request: Request, key: Source) -> tuple[Operands, ...]:
-    """The operands of a collective to which every rank brings all that it can, each named `key`."""
+def complete_operands(request: Request, key: Source) -> tuple[Operands, ...]:
+    """The operands of a collective to which every rank gives all operands of its role, each named `key`."""
     spec = OPERATIONS[request.kind]
     gives, takes = _who(request, spec.gives), _who(request, spec.outputs)
     ranks = sorted(_members(request))

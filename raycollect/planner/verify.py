@@ -1,7 +1,7 @@
 """Proves a plan before it is sent.
 
-A collective is a precondition and a postcondition over the contents of buffers (the idea of msccl-tools): what rank r
-gives holds the atom (r, piece); kernels move and fold atoms; afterwards each result must be what the operation means,
+A collective is a precondition and a postcondition over the contents of buffers (the idea of msccl-tools): the input of
+rank r holds the atom (r, piece); kernels move and fold atoms; afterwards each result must have the operation's atoms,
 and operands that are not the result must be unchanged. The run also proves that sends pair with receives and that no
 rank waits forever. Each of a part's algorithms is run (`symbolic`).
 
@@ -28,7 +28,7 @@ def verify(part: Part, *, bitwise: bool = True) -> None:
     With `bitwise`, values must be folded one by one in rank order; else any order and grouping will do.
 
     Raises:
-        InternalError: It deadlocks, or its result is not what the operation means.
+        InternalError: It deadlocks, or has a wrong result.
     """
     request = part.request
     averages = request.op is ReduceOp.AVG
@@ -107,22 +107,22 @@ def _outcome_problem(
     spec, at_root = OPERATIONS[kind], ranks.index(root) if root in ranks else -1
     for i, (rank, program) in enumerate(zip(ranks, programs, strict=True)):
         expected = _meant(spec, i, ranks, at_root)
-        found = memory[i].get(program.result)
-        if not _is_same(found, expected, bitwise):
-            return f"leaves {None if found is None else tuple(found)} on rank {rank} where {expected} is meant"
+        actual = memory[i].get(program.result)
+        if not _is_same(actual, expected, bitwise):
+            return f"leaves {None if actual is None else tuple(actual)} on rank {rank} where {expected} is meant"
         if program.src >= 0 and program.src != program.result and memory[i].get(program.src) != given[i]:
             return f"overwrites what rank {rank} gives"
     return ""
 
 
-def _is_same(found: Cell | None, expected: Cell | None, bitwise: bool) -> bool:
-    if found is None or expected is None:
-        return found is expected
-    if tuple(found) == expected:
+def _is_same(actual: Cell | None, expected: Cell | None, bitwise: bool) -> bool:
+    if actual is None or expected is None:
+        return actual is expected
+    if tuple(actual) == expected:
         return True
-    if bitwise or len(found) != len(expected) or None in found:
+    if bitwise or len(actual) != len(expected) or None in actual:
         return False
-    return all(sorted(a or ()) == sorted(b or ()) for a, b in zip(found, expected, strict=True))
+    return all(sorted(a or ()) == sorted(b or ()) for a, b in zip(actual, expected, strict=True))
 
 
 def _given(kind: OpKind, rank: int, count: int) -> Cell:
@@ -131,7 +131,7 @@ def _given(kind: OpKind, rank: int, count: int) -> Cell:
 
 
 def _meant(spec: OperationSpec, i: int, ranks: tuple[int, ...], root: int) -> Cell | None:
-    """What the rank at position i must hold, where the root has that position; None: no result."""
+    """The result of the rank at position i, where `root` is the root's position; None if it has none."""
     if not spec.takes or (spec.takes == "root" and i != root):
         return None
     atoms = _atoms(ranks, spec.givers(i, len(ranks), root), i if spec.gives_pieces else -1)

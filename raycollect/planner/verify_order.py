@@ -1,6 +1,6 @@
 """Proves, before it is sent, that all participants can keep the order of a plan.
 
-It proves three things. Requests that depend on each other run in program order. Nobody waits forever: all participants
+It proves three things. Requests that depend on each other run in program order. No rank waits forever: all participants
 begin launches in one ascending order of numbers, and a number belongs to one set of ranks, so that the lowest launch
 under way can always go on. And no request is left out or run twice.
 """
@@ -17,8 +17,7 @@ from raycollect.planner.membership import Membership
 def verify_order(plan: Plan) -> None:
     """Proves that the order keeps dependencies, and that waits form no cycle.
 
-    It looks at each operand of each request once, and trusts nothing that the schedule has noted except the order
-    itself.
+    It looks at each operand of each request once, and trusts only the order itself of the schedule's results.
 
     Raises:
         InternalError: The order does not hold.
@@ -35,27 +34,27 @@ def verify_order(plan: Plan) -> None:
 
 
 def _participants_problem(plan: Plan) -> str:
-    counts = {len(column) for column in (plan.requests, plan.parts, plan.memberships, plan.alone, plan.brought)}
+    counts = {len(column) for column in (plan.requests, plan.parts, plan.memberships, plan.alone, plan.first_rounds)}
     if len(counts) > 1:
         return f"has columns of {sorted(counts)} rows"
-    places = {one: at for at, one in enumerate(plan.participants)}
+    places = {participant: at for at, participant in enumerate(plan.participants)}
     if len(places) < len(plan.participants):
         return "has a participant twice"
     for part, membership in _distinct(plan):
         strangers = [rank for rank in part.ranks if membership.participants[rank] not in places]
         if strangers:
             return f"lacks the participants of ranks {strangers} of group {membership.spec.name!r}"
-    if plan.agreement is not None and any(plan.agreement.rank_of(one) < 0 for one in plan.participants):
+    if plan.agreement is not None and any(plan.agreement.rank_of(participant) < 0 for participant in plan.participants):
         return f"has participants that are no members of the consistency check's group {plan.agreement.spec.name!r}"
     return ""
 
 
 def _distinct(plan: Plan) -> list[tuple[Part, Membership]]:
-    found = {
+    distinct = {
         (id(part), id(membership)): (part, membership)
         for part, membership in zip(plan.parts, plan.memberships, strict=True)
     }
-    return list(found.values())
+    return list(distinct.values())
 
 
 def _requests_problem(plan: Plan) -> str:
@@ -95,13 +94,13 @@ def _made_late(plan: Plan, number: int, maker: int, place: dict[int, int]) -> st
         return f"has request {number} use what request {maker} makes"
     if place[maker] >= place[number]:
         return f"has request {number} not after request {maker}, whose output it uses"
-    if plan.brought[number] < plan.brought[maker] + plan.parts[maker].rounds - 1:
+    if plan.first_rounds[number] < plan.first_rounds[maker] + plan.parts[maker].rounds - 1:
         return f"brings request {number} to the consistency check before the shapes of request {maker} are known"
     return ""
 
 
 def _launch_problem(plan: Plan) -> str:
-    highest, shared = 0, None  # the newest launch, and who may go on using it
+    highest, shared = 0, None  # the newest launch, and the ranks that may go on using it
     for together in plan.order:
         part, membership = plan.parts[together.requests[0]], plan.memberships[together.requests[0]]
         who = (part.request.group.group_id, part.ranks) if len(part.choices) == 1 and part.width == 1 else None
@@ -122,7 +121,7 @@ def _launch_problem(plan: Plan) -> str:
 
 def _sequential_launch_problem(plan: Plan) -> str:
     if plan.width == 1 and not any(plan.alone):
-        # The order above has shown that all of them can run in the launch of the agreement, if it is the only one.
+        # The checks above have shown that all requests can run in the launch of the agreement, if it is the only one.
         return "" if all(part.width == 1 for part in plan.parts) else "has launches that are not numbered"
     begin = 1
     for number, (base, part) in enumerate(zip(plan.alone, plan.parts, strict=True)):
@@ -138,5 +137,5 @@ def _is_whole(part: Part, membership: Membership, participants: Sequence[str]) -
 
 
 def _rounds_problem(plan: Plan) -> str:
-    needed = max((first + part.rounds for first, part in zip(plan.brought, plan.parts, strict=True)), default=1)
+    needed = max((first + part.rounds for first, part in zip(plan.first_rounds, plan.parts, strict=True)), default=1)
     return f"needs {needed} rounds of the consistency check and has {plan.rounds}" if needed > plan.rounds else ""

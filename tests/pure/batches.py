@@ -67,7 +67,7 @@ def _batch(
             continue
         asked = _asked(chance, of, kind, made)
         for rank, _, _ in asked.operands:
-            if plan_part(asked, of).outputs(rank):
+            if plan_part(asked, of).template(rank).makes:
                 made.setdefault(of.participants[rank], []).append(len(requests))
         requests.append(asked)
         chosen.append(of)

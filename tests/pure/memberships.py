@@ -7,7 +7,7 @@ from typing import Any
 
 from raycollect import backends
 from raycollect.core.model import GroupSpec, OpKind, Pricing, ReduceOp
-from raycollect.planner import Membership, Request, Topology, brought
+from raycollect.planner import Membership, Request, Topology, complete_operands
 from raycollect.planner.algorithms import ALGORITHMS, build
 from raycollect.planner.ir import Part
 from raycollect.planner.lower import lower
@@ -65,7 +65,7 @@ def request(
     )
     operands = tuple(
         (rank, src and f"{rank} gives", (dst if given or kind is OpKind.BROADCAST else None) and f"{rank} takes")
-        for rank, src, dst in brought(bare, "something")
+        for rank, src, dst in complete_operands(bare, "something")
     )
     return Request(kind=kind, group=of.spec, operands=operands, op=bare.op, root=bare.root, inplace=inplace)
 

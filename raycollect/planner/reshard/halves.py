@@ -1,7 +1,7 @@
-"""What one rank does in a reshard: its half. It names tensors by their places in `Reshard.names`.
+"""The work of one rank in a reshard: its half. It names tensors by their places in `Reshard.names`.
 
-A transfer moves one box of some tensors in a row, which lie alike. Who gives and who takes have
-their transfers of a round in one order, so a message needs no heads. The transfers of a round are columns: replicas
+A transfer moves one box of some tensors in a row, which have one layout. Sender and receiver have
+their transfers of a round in one order, so a message needs no headers. The transfers of a round are columns: replicas
 exchange the same boxes with other ranks, and share them.
 """
 
@@ -40,21 +40,21 @@ class PlannedBoxRound(NamedTuple):
     """One exchange of messages among all ranks that take part."""
 
     most: int  # the bytes of the largest message of any rank
-    passes_on: bool  # whether this rank gives of what it has received, not of what it holds as a source
+    passes_on: bool  # whether this rank sends received boxes, not those that it holds as a source
     takers: tuple[int, ...]  # for each of `gives`, the rank in the group that gets it; it may be this one
     gives: tuple[LocalBoxes, ...]
-    givers: tuple[tuple[int, ...], ...]  # for each of `takes`, who gives it, or the addends of it in their order
+    givers: tuple[tuple[int, ...], ...]  # for each of `takes`, its sender, or the senders of its addends in order
     takes: tuple[LocalBoxes, ...]
 
 
 class Half(Wire, frozen=True, kw_only=True):
-    """What one rank does: first its copies, then its rounds."""
+    """The work of one rank: first its copies, then its rounds."""
 
-    src: tuple[LocalTensor, ...]  # what it must hold as a source; empty where it is none
+    src: tuple[LocalTensor, ...]  # the tensors that it must hold as a source; empty if it is none
     dst: tuple[LocalTensor, ...]  # the same as a target
     src_of: tuple[int, ...]  # for each name, its local tensor in `src`; -1: none
     dst_of: tuple[int, ...]  # the same in `dst`
-    itemsizes: tuple[int, ...]  # for each name, of what travels
+    itemsizes: tuple[int, ...]  # for each name, of the elements that travel
     dtypes: tuple[str, ...]  # the same, the element type
     copies: tuple[Copy, ...]
     rounds: tuple[PlannedBoxRound, ...]
@@ -67,10 +67,10 @@ class Half(Wire, frozen=True, kw_only=True):
         """The bytes of the messages of a round: (to each rank, from each rank)."""
         there: dict[int, int] = {}
         here: dict[int, int] = {}
-        one = self.rounds[number]
-        for taker, boxes in zip(one.takers, one.gives, strict=True):
+        step = self.rounds[number]
+        for taker, boxes in zip(step.takers, step.gives, strict=True):
             there[taker] = there.get(taker, 0) + self.nbytes(boxes)
-        for givers, boxes in zip(one.givers, one.takes, strict=True):
+        for givers, boxes in zip(step.givers, step.takes, strict=True):
             for giver in givers:
                 here[giver] = here.get(giver, 0) + self.nbytes(boxes)
         return there, here
@@ -97,5 +97,5 @@ def encode_halves(halves: Mapping[int, Half]) -> dict[int, bytes]:
 
 @lru_cache(maxsize=64)
 def decode_half(data: bytes) -> Half:
-    """Reads what `encode_halves` wrote; ProtocolError: the bytes are no half."""
+    """Reads the bytes of `encode_halves`; raises ProtocolError if malformed."""
     return _HALVES.decode(data)

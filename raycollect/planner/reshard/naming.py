@@ -1,14 +1,14 @@
 """Layouts by name or pattern: which layout a tensor has, where a dict of layouts may have patterns for keys.
 
-A key with ``*`` or ``?`` is a pattern, as `fnmatch` reads it. An exact name comes before all patterns, and the first
+A key with ``*`` or ``?`` is a pattern, as `fnmatch` reads it. An exact name precedes all patterns, and the first
 pattern that matches counts. Where the layout of a pattern names the local tensor that it lies in (``"layers.*.qkv"``),
-the wildcards of that name are what those of the pattern have matched, in their order.
+the wildcards of that name are replaced by the matches of the pattern's wildcards, in order.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import translate
 from functools import lru_cache
@@ -21,62 +21,60 @@ _TOKEN = re.compile(r"\*|\?|\[!?\]?[^\]]*\]|.", re.DOTALL)
 
 
 def is_pattern(key: str) -> bool:
-    """Whether a key of a dict of layouts stands for all names that match it."""
+    """Whether a key of a dict of layouts is a pattern."""
     return "*" in key or "?" in key
 
 
 def has_patterns(layouts: Mapping[str, Layout]) -> bool:
-    """Whether any key is a pattern, so that the names have to come from elsewhere."""
+    """Whether any key is a pattern, so that the names have to be given."""
     return any(map(is_pattern, layouts))
 
 
 def of_names(layouts: Mapping[str, Layout], names: Iterable[str]) -> tuple[dict[str, Layout], list[str]]:
-    """The layouts of the exact names and of these, which are those of global tensors; and the names without any."""
-    found = {name: one for name, one in layouts.items() if not is_pattern(name)}
-    missing = []
-    for name in names:
-        if name in found:
-            continue
-        for pattern, one in layouts.items():
-            if is_pattern(pattern) and (matched := _compiled(pattern).fullmatch(name)) is not None:
-                found[name] = replace(one, key=_filled(one.key, matched.groups())) if one.key else one
-                break
-        else:
-            missing.append(name)
-    return found, missing
+    """The layouts of the exact names and of these names of global tensors, and the names without a layout."""
+    return _expanded(layouts, names, lambda name, layout: name)
 
 
 def of_held(layouts: Mapping[str, Layout], keys: Iterable[str]) -> tuple[dict[str, Layout], list[str]]:
-    """The same where the names of the local tensors are known, each of which may hold several global ones."""
-    found = {name: one for name, one in layouts.items() if not is_pattern(name)}
-    told = {one.key or name for name, one in found.items()}
-    patterns = {name: one.key or name for name, one in layouts.items() if is_pattern(name)}
+    """The same by names of local tensors, each of which may hold several global ones."""
+    return _expanded(layouts, keys, lambda name, layout: layout.key or name)
+
+
+def _expanded(
+    layouts: Mapping[str, Layout], wanted: Iterable[str], tensor_of: Callable[[str, Layout], str]
+) -> tuple[dict[str, Layout], list[str]]:
+    expanded = {name: layout for name, layout in layouts.items() if not is_pattern(name)}
+    exact = {tensor_of(name, layout) for name, layout in expanded.items()}
+    patterns: dict[str, list[str]] = {}
+    for name, layout in layouts.items():
+        if is_pattern(name):
+            patterns.setdefault(tensor_of(name, layout), []).append(name)
     missing = []
-    for key in keys:
-        if key in told:
+    for tensor in wanted:
+        if tensor in exact:
             continue
-        for pattern in dict.fromkeys(patterns.values()):
-            if (matched := _compiled(pattern).fullmatch(key)) is not None:
-                names = {
-                    _filled(name, matched.groups()): layouts[name] for name, to in patterns.items() if to == pattern
-                }
-                found |= {name: replace(one, key=key) if one.key else one for name, one in names.items()}
+        for pattern, names in patterns.items():
+            if (match := _compiled(pattern).fullmatch(tensor)) is not None:
+                groups = match.groups()
+                for name in names:
+                    key = _filled(layouts[name].key, groups)
+                    expanded[_filled(name, groups)] = replace(layouts[name], key=key) if key else layouts[name]
                 break
         else:
-            missing.append(key)
-    return found, missing
+            missing.append(tensor)
+    return expanded, missing
 
 
 def pattern_faults(side: str, layouts: Mapping[str, Layout]) -> Iterator[Violation]:
-    """Patterns whose local tensor has other wildcards, so that nobody knows what these would be."""
-    for name, one in layouts.items():
-        if one.key and _wildcards(one.key) != _wildcards(name):
-            found = f"in {one.key!r}"
-            yield wrong_layout(f"{side} of {name!r}", found, "a local tensor with its wildcards")
+    """The violations of patterns whose local tensor has other wildcards."""
+    for name, layout in layouts.items():
+        if layout.key and _wildcards(layout.key) != _wildcards(name):
+            actual = f"in {layout.key!r}"
+            yield wrong_layout(f"{side} of {name!r}", actual, "a local tensor with its wildcards")
 
 
 def unmatched(side: str, missing: Iterable[str], layouts: Mapping[str, Layout]) -> Violation:
-    """Says that tensors have no layout."""
+    """The violation of tensors without a layout."""
     expected = "a name or pattern for each of them"
     if layouts:
         expected += f", beside {listed(map(repr, layouts))}"

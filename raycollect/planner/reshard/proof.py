@@ -1,8 +1,8 @@
 """Proves the halves of all ranks before any is sent: each target gets each of its elements once, the right one.
 
-The proof reads nothing but the halves and the layouts. It follows every message from its giver to its taker, works out
-from the local boxes at both ends which elements of which tensors they are, and then looks at what each region of each
-target has got.
+The proof reads only the halves and the layouts. It follows every message from its sender to its receiver, maps the
+local boxes at both ends to elements of global tensors, and checks that each region of each target has received its
+elements.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from raycollect.planner.reshard.rounds import ROUND_NBYTES
 
 
 class _WrongHalfError(Exception):
-    """What is wrong with the halves."""
+    """The halves are wrong."""
 
 
 class _Message(NamedTuple):
-    """What a local box of some names is; one object on all ranks that hold the same regions."""
+    """The elements of a local box of some names; one object on all ranks that hold the same regions."""
 
     form: Form
     named: Box  # of the global tensors, with the names as one more dimension
@@ -39,11 +39,11 @@ _Sent = dict[int, dict[int, list[Box]]]
 """Giver -> taker -> the boxes of the messages."""
 
 _VALUE, _PASSED_ON = [0], [-1]
-"""The addends of what is no sum."""
+"""The addends of a message that is no sum."""
 
 
 class _Held:
-    """What some ranks hold alike on one side, and what is known of local boxes there."""
+    """The regions that some ranks of one side hold, and the messages of their local boxes."""
 
     def __init__(self, regions: Sequence[Sequence[Region]], *, is_dst: bool) -> None:
         self.regions = regions  # of each form
@@ -53,7 +53,7 @@ class _Held:
 
 
 def problem_of(reshard: Reshard, halves: Mapping[int, Half]) -> str:
-    """What is wrong with the halves; empty where they are proven."""
+    """The fault of the halves; empty if they are proven."""
     try:
         _Proof(reshard, halves).run()
     except _WrongHalfError as exc:
@@ -76,15 +76,15 @@ class _Proof:
 
     @staticmethod
     def _side(ranks: Sequence[int], sides: Sequence[Regions], *, is_dst: bool) -> dict[int, _Held]:
-        known: dict[tuple[object, ...], _Held] = {}
-        found = {}
+        by_regions: dict[tuple[object, ...], _Held] = {}
+        held = {}
         for at, rank in enumerate(ranks):
             rows = [side.of_rank.get(at, ()) for side in sides]
-            key = tuple(tuple((one.bounds, one.at, one.part) for one in some) for some in rows)
-            if key not in known:
-                known[key] = _Held(rows, is_dst=is_dst)
-            found[rank] = known[key]
-        return found
+            key = tuple(tuple((region.bounds, region.at, region.part) for region in some) for some in rows)
+            if key not in by_regions:
+                by_regions[key] = _Held(rows, is_dst=is_dst)
+            held[rank] = by_regions[key]
+        return held
 
     def run(self) -> None:
         if set(self._halves) != set(self._reshard.ranks):
@@ -116,7 +116,7 @@ class _Proof:
         src, dst = self._held(rank, is_dst=False), self._held(rank, is_dst=True)
         key = id(src), id(dst), id(copies)
         if key not in self._copied:
-            pairs = [(self._message(rank, src, one.src), self._message(rank, dst, one.dst)) for one in copies]
+            pairs = [(self._message(rank, src, copy.src), self._message(rank, dst, copy.dst)) for copy in copies]
             for gives, takes in pairs:
                 if gives.named != takes.named or gives.part or gives.form.src.parts > 1:
                     raise _WrongHalfError(f"copies {_words(gives.named)} to {_words(takes.named)} on rank {rank}")
@@ -124,19 +124,19 @@ class _Proof:
         return self._copied[key]
 
     def _round(self, rounds: Mapping[int, PlannedBoxRound]) -> None:
-        for rank, one in rounds.items():
-            if len(one.takers) != len(one.gives) or len(one.givers) != len(one.takes):
+        for rank, step in rounds.items():
+            if len(step.takers) != len(step.gives) or len(step.givers) != len(step.takes):
                 raise _WrongHalfError(f"has columns of different lengths on rank {rank}")
         sent: _Sent = defaultdict(lambda: defaultdict(list))
         nbytes = defaultdict[int, dict[int, int]](lambda: defaultdict(int))
         addends: dict[tuple[int, int, int], int] = {}  # (giver, taker, which of its messages) -> which addend it is
-        givers = {rank: one for rank, one in rounds.items() if one.gives}
-        for rank, one in givers.items():
-            messages = self._messages(rank, one.gives, is_dst=one.passes_on)
-            if one.passes_on:
+        givers = {rank: step for rank, step in rounds.items() if step.gives}
+        for rank, step in givers.items():
+            messages = self._messages(rank, step.gives, is_dst=step.passes_on)
+            if step.passes_on:
                 self._check_passed_on(rank, messages)
             there, sizes = sent[rank], nbytes[rank]
-            for taker, (_, named, part, _, size) in zip(one.takers, messages, strict=True):
+            for taker, (_, named, part, _, size) in zip(step.takers, messages, strict=True):
                 if part:
                     addends[rank, taker, len(there[taker])] = part
                 there[taker].append(named)
@@ -147,49 +147,49 @@ class _Proof:
         self._check_sizes(rounds, nbytes)
 
     def _taken(self, rounds: Mapping[int, PlannedBoxRound], addends: Mapping[tuple[int, int, int], int]) -> _Sent:
-        found: _Sent = defaultdict(lambda: defaultdict(list))
-        takers = {rank: one for rank, one in rounds.items() if one.takes}
-        for rank, one in takers.items():
-            messages = self._messages(rank, one.takes, is_dst=True)
+        taken: _Sent = defaultdict(lambda: defaultdict(list))
+        takers = {rank: step for rank, step in rounds.items() if step.takes}
+        for rank, step in takers.items():
+            messages = self._messages(rank, step.takes, is_dst=True)
             self._arrived[rank].append(messages)
             self._has[rank].update(map(id, messages))
-            for givers, (form, named, _, _, _) in zip(one.givers, messages, strict=True):
+            for givers, (form, named, _, _, _) in zip(step.givers, messages, strict=True):
                 parts = []
                 for giver in givers:
-                    boxes = found[giver][rank]
+                    boxes = taken[giver][rank]
                     parts.append(addends.get((giver, rank, len(boxes)), 0) if addends else 0)
                     boxes.append(named)
                 if parts not in (_PASSED_ON, _VALUE if form.src.parts == 1 else list(range(form.src.parts))):
                     raise _WrongHalfError(f"adds up addends {parts} of {form.src.parts} on rank {rank}")
-        return found
+        return taken
 
     def _check_passed_on(self, rank: int, messages: _Messages) -> None:
-        for one in messages:
-            if id(one) in self._has[rank]:  # as it is
+        for message in messages:
+            if id(message) in self._has[rank]:  # as it is
                 continue
             arrived = [other for some in self._arrived[rank] for other in some]
-            there = [other.named for other in arrived if (other.form, other.region) == (one.form, one.region)]
-            shared = [common(one.named, other) for other in there]
-            if sum(volume(box) for box in shared if box is not None) != volume(one.named):
-                raise _WrongHalfError(f"passes on {_words(one.named)} from rank {rank}, which has not received it")
+            there = [other.named for other in arrived if (other.form, other.region) == (message.form, message.region)]
+            shared = [common(message.named, other) for other in there]
+            if sum(volume(box) for box in shared if box is not None) != volume(message.named):
+                raise _WrongHalfError(f"passes on {_words(message.named)} from rank {rank}, which has not received it")
 
     def _held(self, rank: int, *, is_dst: bool) -> _Held:
         side = self._dst if is_dst else self._src
         return side.get(rank, self._nothing)
 
     def _messages(self, rank: int, some: tuple[LocalBoxes, ...], *, is_dst: bool) -> _Messages:
-        """What local boxes are, by the regions that the rank has."""
+        """The messages of local boxes, by the regions of the rank."""
         held = self._held(rank, is_dst=is_dst)
-        found = held.tuples.get(id(some))
-        if found is None:
-            found = held.tuples[id(some)] = tuple(self._message(rank, held, one) for one in some)
-        return found
+        messages = held.tuples.get(id(some))
+        if messages is None:
+            messages = held.tuples[id(some)] = tuple(self._message(rank, held, item) for item in some)
+        return messages
 
     def _message(self, rank: int, held: _Held, boxes: LocalBoxes) -> _Message:
-        found = held.messages.get(boxes)
-        if found is None:
-            found = held.messages[boxes] = self._new_message(rank, held, boxes)
-        return found
+        message = held.messages.get(boxes)
+        if message is None:
+            message = held.messages[boxes] = self._new_message(rank, held, boxes)
+        return message
 
     def _new_message(self, rank: int, held: _Held, boxes: LocalBoxes) -> _Message:
         first, last = boxes.first, boxes.first + boxes.names
@@ -197,20 +197,20 @@ class _Proof:
         if form is None or not first < last <= form.first + form.count:
             raise _WrongHalfError(f"moves names {first} to {last}, which are not of one form")
         local = _local_box(boxes.at, boxes.size)
-        for number, one in enumerate(held.regions[place]):
-            if is_inside(local, _local_box(one.at, extent(one.bounds))):
-                lo, hi = moved(local, one.at, one.bounds[0])
+        for number, region in enumerate(held.regions[place]):
+            if is_inside(local, _local_box(region.at, extent(region.bounds))):
+                lo, hi = moved(local, region.at, region.bounds[0])
                 named = (first, *lo), (last, *hi)
                 named = self._boxes.setdefault(named, named)  # one object at both ends, which is quick to compare
-                part = -1 if held.is_dst else one.part
+                part = -1 if held.is_dst else region.part
                 return _Message(form, named, part, number, volume(named) * form.itemsize)
         raise _WrongHalfError(f"uses {words(local)} of a local tensor of rank {rank}, which is in no region")
 
     def _check_regions(self, rank: int, held: _Held) -> None:
         arrived: dict[tuple[Form, int], list[Box]] = {}
         for messages in self._arrived[rank]:
-            for one in messages:
-                arrived.setdefault((one.form, one.region), []).append(one.named)
+            for message in messages:
+                arrived.setdefault((message.form, message.region), []).append(message.named)
         for form, regions in zip(self._reshard.forms, held.regions, strict=True):
             for number, region in enumerate(regions):
                 whole = (form.first, *region.bounds[0]), (form.first + form.count, *region.bounds[1])
@@ -221,16 +221,16 @@ class _Proof:
 
     def _check_sizes(self, rounds: Mapping[int, PlannedBoxRound], pairs: Mapping[int, Mapping[int, int]]) -> None:
         most = max((nbytes for takers in pairs.values() for nbytes in takers.values()), default=0)
-        said = {one.most for one in rounds.values()}
+        said = {step.most for step in rounds.values()}
         if said != {most}:
             raise _WrongHalfError(f"says that its largest message has {said} bytes, not {most}")
         received = defaultdict[int, int](int)
         for takers in pairs.values():
             for taker, nbytes in takers.items():
                 received[taker] += nbytes
-        for rank, one in rounds.items():
+        for rank, step in rounds.items():
             # A sum of one element may need more
-            is_single = len(one.takes) == 1 and max(one.takes[0].size, default=1) == 1
+            is_single = len(step.takes) == 1 and max(step.takes[0].size, default=1) == 1
             sent = sum(pairs[rank].values()) if rank in pairs else 0
             if max(sent, 0 if is_single else received[rank]) > ROUND_NBYTES:
                 raise _WrongHalfError(f"moves more than {ROUND_NBYTES} bytes of rank {rank} in a round")
@@ -245,10 +245,10 @@ def _words(named: Box) -> str:
 
 
 def _unlike(sent: _Sent, taken: _Sent) -> str:
-    pairs = sorted({(giver, taker) for one in (sent, taken) for giver, takers in one.items() for taker in takers})
+    pairs = sorted({(giver, taker) for side in (sent, taken) for giver, takers in side.items() for taker in takers})
     for giver, taker in pairs:
-        there, here = (one.get(giver, {}).get(taker, []) for one in (sent, taken))
-        wrong = [one for one, other in zip_longest(here, there) if one is not None and one != other]
+        there, here = (side.get(giver, {}).get(taker, []) for side in (sent, taken))
+        wrong = [box for box, other in zip_longest(here, there) if box is not None and box != other]
         if wrong:
             return f"takes {_words(wrong[0])} from rank {giver} on rank {taker}, which sends it something else"
         if here != there:

@@ -1,4 +1,4 @@
-"""What a reshard asks for: the layouts of both sides, the ranks that the sides are, and what each rank must hold."""
+"""A request of a reshard: the layouts and ranks of both sides, and the tensors that each rank must hold."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Named = tuple[tuple[str, Layout], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Form:
-    """Tensors that lie alike on both sides, and so travel alike. Each is one object of its reshard."""
+    """Tensors with the same regions on both sides, which travel together. Each is one object of its reshard."""
 
     src: Regions
     dst: Regions
-    itemsize: int  # of what travels
+    itemsize: int  # of the elements that travel
     first: int  # the place of the first of its names in `Reshard.names`
-    count: int  # how many there are; they are consecutive
+    count: int  # the number of its names, which are consecutive
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,8 +34,8 @@ class Reshard:
     """Two layouts, bound to the ranks of a group. Equal where all layouts and ranks are.
 
     Attributes:
-        src: What the sources hold. A single tensor has the name ``""``.
-        dst: What the targets want.
+        src: The layouts of the sources. A single tensor has the name ``""``.
+        dst: The layouts of the targets.
         src_ranks: The rank in the group of each rank of the sources.
         dst_ranks: The same of the targets.
     """
@@ -100,7 +100,7 @@ class Reshard:
 def travelling(src: Layout, dst: Layout) -> str:
     """The element type in which a tensor travels: the narrower of both; addends of sums as they are.
 
-    What has arrived is passed on as it travelled: no conversion there and back changes it.
+    Received boxes are passed on without a conversion, which could change them.
     """
     return src.dtype if src.regions.parts > 1 or src.itemsize < dst.itemsize else dst.dtype
 
@@ -117,34 +117,34 @@ class LocalTensor(Wire, frozen=True, kw_only=True):
 
 
 def local_tensors(side: Named) -> dict[int, tuple[LocalTensor, ...]]:
-    """What each rank of a side must hold, by rank; ranks that look alike share one object."""
+    """The tensors that each rank of a side must hold, by rank; ranks with equal tensors share one object."""
     keyed: dict[str, list[Layout]] = {}
-    for name, one in side:
-        keyed.setdefault(one.key or name, []).append(one)
-    kinds: dict[tuple[_Lying, ...], list[str]] = {}  # keys that lie alike
+    for name, layout in side:
+        keyed.setdefault(layout.key or name, []).append(layout)
+    kinds: dict[tuple[_Lying, ...], list[str]] = {}  # keys of the same regions
     for key, layouts in keyed.items():
-        kinds.setdefault(tuple((one.regions, one.dtype, one.axes) for one in layouts), []).append(key)
+        kinds.setdefault(tuple((layout.regions, layout.dtype, layout.axes) for layout in layouts), []).append(key)
     shared: dict[tuple[object, ...], tuple[LocalTensor, ...]] = {}
-    found = {}
-    for rank in sorted({rank for _, one in side for rank in one.regions.of_rank}):
+    by_rank = {}
+    for rank in sorted({rank for _, layout in side for rank in layout.regions.of_rank}):
         held = tuple(_local(tables, rank) for tables in kinds)
         if held not in shared:
-            made = {
+            tensor_of = {
                 key: LocalTensor(
                     key=key,
-                    shape=one[0],
+                    shape=local[0],
                     dtype=tables[0][1],
                     itemsize=ITEMSIZES[tables[0][1]],
-                    is_whole=one[1],
+                    is_whole=local[1],
                     axes=tables[0][2],
                 )
-                for (tables, keys), one in zip(kinds.items(), held, strict=True)
-                if one is not None
+                for (tables, keys), local in zip(kinds.items(), held, strict=True)
+                if local is not None
                 for key in keys
             }
-            shared[held] = tuple(made[key] for key in keyed if key in made)
-        found[rank] = shared[held]
-    return found
+            shared[held] = tuple(tensor_of[key] for key in keyed if key in tensor_of)
+        by_rank[rank] = shared[held]
+    return by_rank
 
 
 _Lying = tuple[Regions, str, Axes]
@@ -156,17 +156,17 @@ def _local(tables: Sequence[_Lying], rank: int) -> tuple[Point, bool] | None:
     if not shapes:
         return None
     shape = folded(tables[0][2], tuple(max(sizes) for sizes in zip(*shapes, strict=True)))
-    filled = sum(one.volume for regions, *_ in tables for one in regions.of_rank.get(rank, ()))
+    filled = sum(region.volume for regions, *_ in tables for region in regions.of_rank.get(rank, ()))
     return shape, filled == prod(shape)
 
 
 Fault = tuple[str, str, str]
-"""(what is wrong, what was found, what the layout says)."""
+"""(the wrong property, its value, the expected value)."""
 
 
 def faults_of(structure: Structure, infos: Sequence[TensorInfo], tensors: Sequence[LocalTensor]) -> list[Fault]:
-    """All that is wrong with what a rank holds; `tensors` is what it should hold."""
-    names = tuple(one.key for one in tensors)
+    """All faults of the value that a rank holds; `tensors` are the expected ones."""
+    names = tuple(tensor.key for tensor in tensors)
     if names == ("",):
         if structure != TENSOR:
             return [("value", str(structure), "a tensor")]
@@ -174,29 +174,30 @@ def faults_of(structure: Structure, infos: Sequence[TensorInfo], tensors: Sequen
     if structure.kind != "dict" or any(item != TENSOR for item in structure.items):
         return [("value", str(structure), f"a dict of tensors: {listed(map(repr, names))}")]
     held = dict(zip(structure.names, infos, strict=True))
-    found = [
+    faults = [
         ("dict", f"without {name!r}", "a tensor of that name, as the layout says") for name in names if name not in held
     ]
     strange = [name for name in held if name not in names]
-    found += [("dict", f"with {name!r}", "only names that have a layout") for name in strange]
-    return [*found, *_unlike([(one.key, held[one.key], one) for one in tensors if one.key in held])]
+    faults += [("dict", f"with {name!r}", "only names that have a layout") for name in strange]
+    return [*faults, *_unlike([(tensor.key, held[tensor.key], tensor) for tensor in tensors if tensor.key in held])]
 
 
 def _unlike(pairs: Sequence[tuple[str, TensorInfo, LocalTensor]]) -> Iterator[Fault]:
-    for name, info, one in pairs:
+    for name, info, tensor in pairs:
         of = f" of {name!r}" if name else ""
-        if info.shape != one.shape:
-            yield f"shape{of}", str(list(info.shape)), f"{list(one.shape)}, as the layout says"
-        if info.dtype != one.dtype:
-            yield f"dtype{of}", info.dtype, f"{one.dtype}, as the layout says"
+        if info.shape != tensor.shape:
+            yield f"shape{of}", str(list(info.shape)), f"{list(tensor.shape)}, as the layout says"
+        if info.dtype != tensor.dtype:
+            yield f"dtype{of}", info.dtype, f"{tensor.dtype}, as the layout says"
 
 
 def made_of(tensors: Sequence[LocalTensor], library: str = "numpy") -> tuple[Structure, tuple[TensorInfo, ...]]:
-    """What is made for a target that has no tensors yet."""
+    """The new tensors of a target that has none yet."""
     infos = tuple(
-        TensorInfo(shape=one.shape, dtype=one.dtype, itemsize=one.itemsize, library=library) for one in tensors
+        TensorInfo(shape=tensor.shape, dtype=tensor.dtype, itemsize=tensor.itemsize, library=library)
+        for tensor in tensors
     )
-    names = tuple(one.key for one in tensors)
+    names = tuple(tensor.key for tensor in tensors)
     return (TENSOR if names == ("",) else Structure("dict", names, (TENSOR,) * len(names))), infos
 
 
@@ -206,4 +207,4 @@ def places_of(structure: Structure, tensors: tuple[LocalTensor, ...]) -> tuple[i
     if structure.kind == "tensor":
         return (0,)
     at = {name: place for place, name in enumerate(structure.names)}
-    return tuple(at[one.key] for one in tensors)
+    return tuple(at[tensor.key] for tensor in tensors)

@@ -14,25 +14,25 @@ from raycollect.planner.reshard.request import LocalTensor, Named, Reshard, loca
 from raycollect.planner.reshard.routes import Routes, Transfer
 
 ROUND_NBYTES = 16 << 20
-"""How much a rank sends, and receives, in a round at most (a sum of single elements may need more)."""
+"""The most bytes that a rank sends, and receives, in a round (a sum of single elements may need more)."""
 
 PIECE_NBYTES = 4 << 20
-"""How much of one box travels in a round at most."""
+"""The most bytes of one box that travel in a round."""
 
 
-def halves_of(reshard: Reshard, found: Routes) -> dict[int, Half]:
-    """Writes what each rank does; in the order of the ranks."""
+def halves_of(reshard: Reshard, chosen: Routes) -> dict[int, Half]:
+    """Writes the halves of all ranks, in the order of the ranks."""
     packer = _Packer()
-    for number, stage in enumerate(found.stages):
+    for number, stage in enumerate(chosen.stages):
         packer.pack(stage, passes_on=number > 0)
     copies: dict[int, list[Copy]] = {}
-    for one in found.copies:
-        size, form = extent(one.box), one.form
-        copy = Copy(*(LocalBoxes(form.first, form.count, at, size) for at in (*one.src_at, one.dst_at)))
-        for _, rank in one.ends:
+    for transfer in chosen.copies:
+        size, form = extent(transfer.box), transfer.form
+        copy = Copy(*(LocalBoxes(form.first, form.count, at, size) for at in (*transfer.src_at, transfer.dst_at)))
+        for _, rank in transfer.ends:
             copies.setdefault(rank, []).append(copy)
     rounds = packer.written(reshard.ranks)
-    known: _Known = {}
+    tuples: _Tuples = {}
     itemsizes = tuple(chain.from_iterable([form.itemsize] * form.count for form in reshard.forms))
     src = _Side(reshard, reshard.src, reshard.src_ranks)
     dst = _Side(reshard, reshard.dst, reshard.dst_ranks)
@@ -44,7 +44,7 @@ def halves_of(reshard: Reshard, found: Routes) -> dict[int, Half]:
             dst_of=dst.places(rank),
             itemsizes=itemsizes,
             dtypes=reshard.dtypes,
-            copies=_shared(known, copies.get(rank, ())),
+            copies=_shared(tuples, copies.get(rank, ())),
             rounds=rounds[rank],
         )
         for rank in reshard.ranks
@@ -52,23 +52,23 @@ def halves_of(reshard: Reshard, found: Routes) -> dict[int, Half]:
 
 
 class _Side:
-    """The local tensors of the ranks of one side; ranks that look alike share the tables."""
+    """The local tensors of the ranks of one side; ranks with equal tensors share the tables."""
 
     def __init__(self, reshard: Reshard, named: Named, ranks: Sequence[int]) -> None:
         layouts = dict(named)
         self._keys = [layouts[name].key or name for name in reshard.names]
         self._of = {ranks[rank]: tensors for rank, tensors in local_tensors(named).items()}
-        self._known: dict[int, tuple[int, ...]] = {}
+        self._places: dict[int, tuple[int, ...]] = {}
 
     def tensors(self, rank: int) -> tuple[LocalTensor, ...]:
         return self._of.get(rank, ())
 
     def places(self, rank: int) -> tuple[int, ...]:
         tensors = self.tensors(rank)
-        if id(tensors) not in self._known:
-            at = {one.key: place for place, one in enumerate(tensors)}
-            self._known[id(tensors)] = tuple(at.get(key, -1) for key in self._keys)
-        return self._known[id(tensors)]
+        if id(tensors) not in self._places:
+            at = {tensor.key: place for place, tensor in enumerate(tensors)}
+            self._places[id(tensors)] = tuple(at.get(key, -1) for key in self._keys)
+        return self._places[id(tensors)]
 
 
 class _CutBox(NamedTuple):
@@ -80,11 +80,11 @@ class _CutBox(NamedTuple):
 
 
 _Columns = tuple[list[int], list[LocalBoxes], list[tuple[int, ...]], list[LocalBoxes]]
-"""What a rank does in a round: takers, gives, givers and takes."""
+"""The columns of a rank in a round: takers, gives, givers and takes."""
 
 
 class _Filled(NamedTuple):
-    """What is in a round so far."""
+    """The transfers of a round so far."""
 
     passes_on: bool
     columns: defaultdict[int, _Columns]  # by rank
@@ -103,7 +103,7 @@ class _Packer:
         sends = defaultdict[int, int](lambda: begin)
         takes = defaultdict[int, int](lambda: begin)
         # The widest elements first, so that all are aligned
-        for transfer in sorted(stage, key=lambda one: -one.form.itemsize):
+        for transfer in sorted(stage, key=lambda item: -item.form.itemsize):
             parts = list(_cut(transfer))
             for givers, taker in transfer.ends:
                 several = max(map(givers.count, givers)) if len(givers) > 1 else 1  # addends of one giver
@@ -112,7 +112,7 @@ class _Packer:
                     incoming, at = nbytes * len(givers), max(sent, taken) // ROUND_NBYTES
                     floor, end = at * ROUND_NBYTES, (at + 1) * ROUND_NBYTES
                     if max(sent, floor) + nbytes * several > end or max(taken, floor) + incoming > end:
-                        at, floor = at + 1, end  # which none of them has begun
+                        at, floor = at + 1, end  # a round that none of them has begun
                     while len(self._rounds) <= at:
                         filled = _Filled(passes_on, defaultdict(lambda: ([], [], [], [])), defaultdict(int))
                         self._rounds.append(filled)
@@ -128,29 +128,29 @@ class _Packer:
                     columns[taker][3].append(dst)
 
     def written(self, ranks: Sequence[int]) -> dict[int, tuple[PlannedBoxRound, ...]]:
-        found: dict[int, list[PlannedBoxRound]] = {rank: [] for rank in ranks}
-        known: _Known = {}
+        by_rank: dict[int, list[PlannedBoxRound]] = {rank: [] for rank in ranks}
+        tuples: _Tuples = {}
         for passes_on, columns, pairs in self._rounds:
             most = max(pairs.values())
             idle = PlannedBoxRound(most, False, (), (), (), ())
-            for rank, rounds in found.items():
+            for rank, rounds in by_rank.items():
                 if rank not in columns:
                     rounds.append(idle)
                     continue
                 takers, gives, givers, takes = columns[rank]
-                there, here = _shared(known, gives), _shared(known, takes)
+                there, here = _shared(tuples, gives), _shared(tuples, takes)
                 rounds.append(
                     PlannedBoxRound(most, passes_on and bool(gives), tuple(takers), there, tuple(givers), here)
                 )
-        return {rank: tuple(rounds) for rank, rounds in found.items()}
+        return {rank: tuple(rounds) for rank, rounds in by_rank.items()}
 
 
-_Known = dict[tuple[int, ...], tuple[Any, ...]]
+_Tuples = dict[tuple[int, ...], tuple[Any, ...]]
 
 
-def _shared(known: _Known, some: Sequence[Any]) -> tuple[Any, ...]:
-    """Tuples of the same objects become one, which keeps them."""
-    return known.setdefault(tuple(map(id, some)), tuple(some))
+def _shared(tuples: _Tuples, some: Sequence[Any]) -> tuple[Any, ...]:
+    """One tuple for all sequences of the same objects."""
+    return tuples.setdefault(tuple(map(id, some)), tuple(some))
 
 
 def _cut(transfer: Transfer) -> Iterator[_CutBox]:

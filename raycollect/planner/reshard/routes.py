@@ -1,11 +1,11 @@
-"""Chooses who sends what to whom.
+"""Chooses the sender of each box for each reader.
 
-A reader that holds a piece copies it itself. Otherwise a holder of its host gives it, and where its host has none, a
-holder of another host, to one reader of each host, which passes it on to the others there. Of several that could give,
-the one with the least to send so far does. A partial sum is added up at its readers, each a share of it, and goes on
-from there like any other piece.
+A reader that holds a piece copies it itself. Otherwise a holder of its host sends it. If its host has none, a holder of
+another host sends it to one reader of each host, which passes it on to the others there. Of several possible senders,
+the one with the fewest bytes to send so far does. A partial sum is added up at its readers, each a share of it, and
+is passed on from there like any other piece.
 
-So the bytes between hosts are the least there are: each host that does not hold a piece gets it once.
+So the bytes between hosts are minimal: each host that does not hold a piece receives it once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from raycollect.planner.reshard.request import Form, Reshard
 
 
 class Transfer(NamedTuple):
-    """One box of all tensors of a form, which lies alike at all givers and alike at all takers."""
+    """One box of all tensors of a form, at one place at all senders, and at one at all receivers."""
 
     form: Form
     box: Box
@@ -31,7 +31,7 @@ class Transfer(NamedTuple):
 
 
 class Routes(NamedTuple):
-    """All that moves, by stage: what a rank gives in the first it holds as a source, in others it has received."""
+    """All transfers, by stage: in the first stage ranks send boxes of sources, in the others received ones."""
 
     copies: tuple[Transfer, ...]  # inside a rank
     stages: tuple[tuple[Transfer, ...], ...]
@@ -50,7 +50,7 @@ _Places = dict[int, Point]  # rank -> where the box begins there
 
 
 class _Moving(NamedTuple):
-    """A box under way, and its transfers so far."""
+    """A box, and its transfers so far."""
 
     form: Form
     box: Box
@@ -63,11 +63,11 @@ class _Moving(NamedTuple):
 
     def places(self, groups: Sequence[Alike], ranks: Sequence[int]) -> list[tuple[int, Point]]:
         """Where the box begins on the ranks of the group that `ranks` has for those of the side."""
-        found: list[tuple[int, Point]] = []
+        places: list[tuple[int, Point]] = []
         for shift, some in groups:
             at = tuple(map(add, self.box[0], shift))
-            found += [(ranks[rank], at) for rank in some]
-        return found
+            places += [(ranks[rank], at) for rank in some]
+        return places
 
     def go(
         self, by: list[Transfer], givers: tuple[int, ...], src_at: tuple[Point, ...], taker: int, dst_at: Point
@@ -96,14 +96,14 @@ class _Router:
         box = _Moving.of(form, piece.box)
         needed = box.places(piece.readers, dst)
         readers: _Places = {}
-        again = [one for one in needed if readers.setdefault(*one) != one[1]]
+        again = [place for place in needed if readers.setdefault(*place) != place[1]]
         if form.src.parts > 1:
             self._add_sum(form, piece, readers)
             holders: _Places = {}
         else:
             holders = dict(box.places(piece.holders[0], src))
             self._spread(box, holders, readers, 0)
-        for rank, at in again:  # what a rank needs at several places it gets once
+        for rank, at in again:  # a rank that needs a box at several places receives it once
             if rank in holders:
                 box.go(self.copies, self._alone[rank], (holders[rank],), rank, at)
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from raycollect.driver.group_status import MemberStatus
-from tests.pure.planner.test_render import Page
+from tests.support.html_page import Page
 
 
 def read(shown):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect.backends import arrays
-from raycollect.core.model import Key, OpKind, ReduceOp
+from raycollect.core.model import Key, OpKind
 from raycollect.engine.agreement import decode_arrivals, encode_arrivals
 from raycollect.errors import KernelError, MismatchError, ProtocolError, TensorFreedError
 from raycollect.planner import Membership, Request, plan, plan_part
@@ -141,28 +141,6 @@ def test_a_batch_in_a_loop_is_remembered_until_an_operand_is_gone_or_changed() -
         convoy.stores[0].free([key])
         for future in convoy.start(planned).values():
             assert isinstance(future.result(WAIT_S).error, TensorFreedError)
-
-
-def test_other_programs_that_take_the_place_of_a_remembered_one_do_no_harm() -> None:
-    """Each operand remembers but a few programs, and forgets all of them at once."""
-    with convoy_of([[0, 1]]) as convoy:
-        shared = [convoy.keep(one, np.zeros(2)) for one in range(2)]
-        spec, expected = convoy.memberships[0].spec, 0.0
-        batches = []
-        for _ in range(12):
-            mine = [[np.ones(2), np.ones(2)]]
-            (first,) = allreduces(convoy, mine)
-            operands = tuple((rank, shared[rank], None) for rank in range(2))
-            second = Request(
-                kind=OpKind.ALLREDUCE, group=spec, operands=operands, op=ReduceOp.SUM, timeout_s=20.0 + len(batches)
-            )
-            batches.append((plan([first, second], convoy.memberships * 2), mine))
-        for turn in range(3):
-            for planned, mine in batches:
-                assert all(f.result(WAIT_S).error is None for f in convoy.start(planned).values())
-                np.testing.assert_array_equal(mine, np.full((1, 2, 2), 2.0 ** (turn + 1)))
-        for one, key in enumerate(shared):
-            np.testing.assert_array_equal(convoy.stores[one].look(key).value, [expected] * 2)  # type: ignore[union-attr]
 
 
 def test_staging_that_a_failure_left_behind_is_not_used_again() -> None:

@@ -13,9 +13,8 @@ from raycollect.channel.messages import Abort, Arrivals, Arrive
 from raycollect.core.model import OpKind
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import InternalError, InvalidArgumentError, KernelError, PlanAbortedError, ProtocolError
-from raycollect.planner import Local, Plan, decode_program, encode_program, plan
+from raycollect.planner import Plan, plan
 from raycollect.planner.passes import plan_part
-from raycollect.planner.template import Role
 from raycollect.planner.verify import verify
 from tests.pure.driver.tracked_plans import SEQ, asked, flying, group
 from tests.pure.engine.convoys import allreduces, convoy_of
@@ -36,30 +35,6 @@ def come(tracker: PlanTracker, at: int) -> list[tuple[int, Any]]:
 
 
 # ---------------------------------------------------------------------------------------------- what is planned
-
-
-@pytest.mark.parametrize("machines", ["", "aab", "aabb", "abcab"])
-@pytest.mark.parametrize(("kind", "root"), [(OpKind.ALLREDUCE, -1), (OpKind.REDUCE, 1)])
-def test_nothing_that_was_given_is_overwritten_before_the_commit(kind, root, machines):
-    membership = group("team", tuple(range(len(machines) or 3)), machines=machines)
-    one = asked(membership, range(membership.spec.world_size), kind=kind, root=root, snapshot=True)
-    part = plan_part(one.request(), membership)
-    for rank in part.ranks:
-        template = part.template(rank)
-        is_target = kind is OpKind.ALLREDUCE or rank == root
-        assert not template.makes
-        for way in template.ways:
-            kinds = [step.kind for step in way]
-            at = kinds.index(Local.COMMIT)
-            assert kinds[at + 1 :] == [Local.COPY] * is_target
-            written = {step.dst for step in way[:at]} - {-1}
-            assert all(template.buffers[index].role is not Role.OPERAND for index in written)
-    planned = plan([one.request()], [membership])
-    program = planned.program(0)
-    assert program.commits
-    assert not program.makes
-    assert decode_program(encode_program(program)) == program
-    assert planned.uses()[root if root >= 0 else 0]  # it writes what it gives
 
 
 @pytest.mark.parametrize(
@@ -103,17 +78,6 @@ def test_a_plan_with_one_can_be_told_apart():
 
 
 # ---------------------------------------------------------------------------------------------- who decides
-
-
-def test_the_last_one_opens_it_for_all():
-    tracker = snapshot(3)
-    assert come(tracker, 2) == []
-    assert come(tracker, 0) == []
-    assert not tracker.is_committed
-    orders = come(tracker, 1)
-    assert sorted(at for at, _ in orders) == [0, 1, 2]
-    assert all(isinstance(message, Arrivals) and message.round == 0 for _, message in orders)
-    assert tracker.is_committed
 
 
 @pytest.mark.parametrize("seed", range(40))

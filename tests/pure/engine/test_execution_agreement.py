@@ -11,14 +11,12 @@ import pytest
 
 from raycollect.backends import arrays
 from raycollect.core.model import Kernel, Key, Launch, OpKind
-from raycollect.engine.run import Outcome
 from raycollect.errors import (
     AllocationError,
-    CollectiveTimeoutError,
     PlanAbortedError,
 )
 from raycollect.pos import Container
-from tests.pure.fleet import WAIT_S, HoldAt, MakeFleet, numbers
+from tests.pure.fleet import WAIT_S, MakeFleet, numbers
 from tests.pure.local_world import LocalCommunicator
 
 # ---------------------------------------------------------------------------------------------- refused
@@ -102,45 +100,3 @@ def test_an_abort_ends_the_wait_for_a_producer(fleet: MakeFleet) -> None:
     np.testing.assert_array_equal(value, np.ones(3))
     assert one.stores[0].statistics().dirty == 0
     one.works_on()
-
-
-def test_an_abort_ends_the_wait_at_the_check(fleet: MakeFleet) -> None:
-    one = fleet(3)
-    one.faults = hold = HoldAt(point="before_check", rank=2)
-    values = numbers(0, 3)
-    before = [value.copy() for value in values]
-    futures = one.start(OpKind.ALLREDUCE, one.keep_all(values))
-    assert hold.came.wait(WAIT_S)
-    for rank in range(3):
-        one.communicators[rank].abort(one.seq)
-    errors = [futures[rank].result(WAIT_S).error for rank in (0, 1)]
-    hold.go.set()
-    errors.append(futures[2].result(WAIT_S).error)
-    assert all(isinstance(error, PlanAbortedError) for error in errors)
-    for value, was in zip(values, before, strict=True):
-        np.testing.assert_array_equal(value, was)
-    assert one.dirty == [0, 0, 0]
-    one.works_on()
-
-
-def test_who_does_not_come_to_the_check_is_named_when_time_is_up(fleet: MakeFleet) -> None:
-    one = fleet(3)
-    one.faults = hold = HoldAt(point="before_check", rank=1)
-    futures = one.start(OpKind.ALLREDUCE, one.keep_all(numbers(0, 3)), timeout_s=0.05)
-    first = {rank: futures[rank].result(WAIT_S).error for rank in (0, 2)}
-    timeouts = [error for error in first.values() if isinstance(error, CollectiveTimeoutError)]
-    assert timeouts
-    assert all(1 in error.missing and error.timeout_s == 0.05 for error in timeouts)
-    hold.go.set()
-    assert isinstance(futures[1].result(WAIT_S).error, PlanAbortedError), "the others have gone home"
-    one.works_on()
-
-
-def test_a_barrier_lets_nobody_through_before_all_have_come(fleet: MakeFleet) -> None:
-    one = fleet(3)
-    one.faults = hold = HoldAt(point="before_check", rank=2)
-    futures = one.start(OpKind.BARRIER, dict.fromkeys(range(3)))
-    assert hold.came.wait(WAIT_S)
-    assert not any(future.done() for future in futures)
-    hold.go.set()
-    assert [future.result(WAIT_S) for future in futures] == [Outcome()] * 3

@@ -13,7 +13,7 @@ import pytest
 from raycollect.backends import arrays
 from raycollect.core.model import Kernel, Key, Launch, OpKind
 from raycollect.core.protocols import NoFaults
-from raycollect.engine.agreement import Arrival, Spec, alone, encode_arrival
+from raycollect.engine.agreement import Arrival, Spec, encode_arrival, encode_single
 from raycollect.engine.instruments import POINTS
 from raycollect.errors import (
     FaultError,
@@ -151,7 +151,7 @@ def test_only_a_kernel_that_failed_here_names_this_rank(error: FaultError, rank:
 def test_a_peer_that_says_nothing_about_its_tensor_is_our_bug(fleet: MakeFleet) -> None:
     """The destination learns from an arrival without tensors and without violations: no rank should send one."""
     one = fleet(2)
-    silent = alone(encode_arrival(Arrival(spec=Spec(op="send", root=0))))
+    silent = encode_single(encode_arrival(Arrival(spec=Spec(op="send", root=0))))
     launch = Launch(seq=1, ranks=(0, 1), timeout_s=WAIT_S)
     with ThreadPoolExecutor(1) as threads:
         peer = threads.submit(one.communicators[0].agree, launch, silent)

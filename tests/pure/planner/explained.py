@@ -6,9 +6,9 @@ import ml_dtypes  # noqa: F401 - numpy knows bfloat16 by it
 
 from raycollect.backends.capabilities import BUILT_IN
 from raycollect.core.model import GroupSpec, OpKind, ReduceOp, TensorInfo
-from raycollect.planner import Link, Made, Membership, Request, Topology, plan
-from raycollect.planner.explain import explain, explain_step
-from raycollect.planner.report import Invoked, MethodCalls
+from raycollect.planner import Link, Membership, Request, Topology, plan
+from raycollect.planner.explain import explain
+from raycollect.planner.report import Invoked, MethodCalls, StepExplanation
 from tests.support.values import replace
 
 
@@ -96,19 +96,6 @@ def mixed():
     return told(requests, there, held)
 
 
-def dependent():
-    there = membership([0] * 2)
-    pieces = Request(kind=OpKind.ALLREDUCE, group=there.spec, operands=each(there, lambda _: Made(0)), op=ReduceOp.MIN)
-    requests = [
-        gathering(OpKind.ALLGATHER, there),
-        pieces,
-        allreduce(there, inplace=False),
-        replace(pieces, operands=each(there, lambda _: Made(2)), op=ReduceOp.PRODUCT),
-        broadcast(there, 1),
-    ]
-    return told(requests, there, {"x": info(12, "float16", 2)})
-
-
 def overlapping():
     left, right = membership([0, 0], name="left <&>"), membership([0, 0], name="right", first=1)
     requests = [broadcast(left, 0, at) for at in range(100)] + [broadcast(right, 1, at) for at in range(100, 150)]
@@ -135,17 +122,19 @@ def captured(first, requests, there, held, fixed=0):
     return explain(planned, {source: held[source[0]] for source in planned.uses()}, first), fixed
 
 
+def step_of(*stages):
+    """The explanation of a step with these stages, each with the number of its fixed refs."""
+    return StepExplanation(
+        participants=6, stages=tuple(stage for stage, _ in stages), fixed=tuple(count for _, count in stages)
+    )
+
+
 def step():
     there = membership([0] * 6, name="digits")
-    asked = [gathering(OpKind.ALLGATHER, there), allreduce(there, "x", ReduceOp.MAX)]
-    stages = [
+    requests = [gathering(OpKind.ALLGATHER, there), allreduce(there, "x", ReduceOp.MAX)]
+    return step_of(
         (methods(0, ("gradient", 6)), 0),
         captured(6, [allreduce(there, tag) for tag in "ab"], there, {"a": info(650), "b": info(10)}),
         (methods(8, ("apply", 6), ("loss", 2), after=(6,)), 0),
-        captured(16, asked, there, {"x": info(1 << 16)}, fixed=6),
-    ]
-    return explain_step(stages, 6)
-
-
-def methods_only():
-    return explain_step([(methods(0, ("count", 1)), 1)], 1)
+        captured(16, requests, there, {"x": info(1 << 16)}, fixed=6),
+    )

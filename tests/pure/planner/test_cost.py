@@ -114,18 +114,6 @@ def test_one_rank_moves_nothing_and_waits_for_nobody(backend: str) -> None:
     assert launch(pricing_of(backend), alone) == FREE
 
 
-@pytest.mark.parametrize("backend", ["tcp", "gloo"])
-@pytest.mark.parametrize("kind", [kind for kind in COLLECTIVES if kind is not OpKind.BARRIER])
-def test_more_bytes_and_slower_links_take_longer(kind: OpKind, backend: str) -> None:
-    layout = HostLayout.uniform(3, 4)
-    line = priced(kind, pricing_of(backend), layout).line
-    assert line.per_byte_s > 0
-    slow = replace(layout, between=Link(latency_s=1, bandwidth=BETWEEN.bandwidth / 10))
-    slower = priced(kind, pricing_of(backend), slow).line
-    assert slower.per_byte_s > line.per_byte_s
-    assert slower.fixed_s > line.fixed_s
-
-
 def test_on_one_host_the_links_between_hosts_cost_nothing() -> None:
     near = HostLayout.uniform(1, 4)
     slow = replace(near, between=Link(latency_s=1, bandwidth=1))

@@ -53,69 +53,48 @@ def test_a_program_for_a_learned_output_has_no_key() -> None:
 def _violations(request: Request) -> set[tuple[str, int, str]]:
     with pytest.raises(RefusedError) as caught:
         plan_part(request)
-    assert caught.value.op == request.kind.value
-    assert caught.value.group_name == "ring"
+    assert (caught.value.op, caught.value.group_name) == (request.kind.value, "ring")
     return {(v.kind, v.rank, v.field) for v in caught.value.violations}
 
 
-def test_a_rank_given_twice_is_named_once() -> None:
+WRONG: dict[str, tuple[Request, set[tuple[str, int, str]]]] = {
+    "a destination below the group": (send(3, 1, -1, operands=given_by((1,))), {("argument", -1, "destination rank")}),
+    "a destination above the group": (send(3, 1, 3, operands=given_by((1,))), {("argument", -1, "destination rank")}),
+    "a send to oneself": (send(3, 1, 1, operands=given_by((1,))), {("argument", -1, "destination rank")}),
+    "a time limit of zero": (allreduce(2, timeout_s=0.0), {("argument", -1, "timeout_s")}),
+    "a time limit that is no number": (barrier(2, timeout_s=float("nan")), {("argument", -1, "timeout_s")}),
+    "a receive alone": (
+        allreduce(2, kind=OpKind.RECV),
+        {("argument", -1, "op")},
+    ),
+    "several kinds": (
+        broadcast(4, 9, operands=given_by((0, 2, 2, 8)), timeout_s=-1),
+        {
+            ("missing", 1, "operand"),
+            ("missing", 3, "operand"),
+            ("not_member", 8, "rank"),
+            ("duplicate", 2, "operand"),
+            ("argument", -1, "src_rank"),
+            ("argument", -1, "timeout_s"),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_request_is_refused_with_all_reasons(name: str) -> None:
+    request, expected = WRONG[name]
+    assert _violations(request) == expected
+
+
+def test_the_error_is_of_the_class_of_its_violations() -> None:
     request = allreduce(3, operands=given_by((0, 1, 1, 1, 2)))
     assert _violations(request) == {("duplicate", 1, "operand")}
     with pytest.raises(DuplicateActorError):
         plan_part(request)
-
-
-@pytest.mark.parametrize("peer", [-1, 3])
-def test_a_destination_outside_the_group_is_no_argument(peer: int) -> None:
-    request = send(3, 1, peer, operands=given_by((1,)))
-    assert _violations(request) == {("argument", -1, "destination rank")}
-
-
-def test_sending_to_oneself_is_no_argument() -> None:
-    request = send(3, 1, 1, operands=given_by((1,)))
-    assert _violations(request) == {("argument", -1, "destination rank")}
-
-
-@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), float("-inf")])
-@pytest.mark.parametrize("make", [allreduce, broadcast, barrier])
-def test_a_timeout_is_a_positive_number(make: Any, timeout_s: float) -> None:
-    assert _violations(make(2, timeout_s=timeout_s)) == {("argument", -1, "timeout_s")}
-
-
-def test_only_the_destination_of_a_send_may_ask_for_an_output() -> None:
-    for rank in range(3):
-        operands = tuple((r, None if r == rank else key_of(r), None) for r in range(3))
-        assert _violations(allreduce(3, operands=operands)) == {("missing", rank, "operand")}
-        rooted = tuple((r, None, None) if r == rank else one for r, one in enumerate(broadcast(3).operands))
-        assert _violations(broadcast(3, operands=rooted)) == {("missing", rank, "operand")}
-    assert _violations(send(2, 0, 1, operands=((0, None, None), (1, None, key_of(1))))) == {("missing", 0, "operand")}
-
-
-def test_a_receive_alone_is_no_request() -> None:
-    assert ("argument", -1, "op") in _violations(allreduce(2, kind=OpKind.RECV))
-
-
-def test_all_violations_come_in_one_error() -> None:
-    request = broadcast(4, 9, operands=given_by((0, 2, 2, 8)), timeout_s=-1)
-    expected = {
-        ("missing", 1, "operand"),
-        ("missing", 3, "operand"),
-        ("not_member", 8, "rank"),
-        ("duplicate", 2, "operand"),
-        ("argument", -1, "src_rank"),
-        ("argument", -1, "timeout_s"),
-    }
-    assert _violations(request) == expected
     with pytest.raises(RefusedError) as caught:
-        plan_part(request)
-    assert type(caught.value) is RefusedError, "violations of several kinds have no leaf in common"
-    for part in ("rank 1", "rank 3", "rank 8", "rank 2", "src_rank is 9", "timeout_s is -1"):
-        assert part in str(caught.value)
-
-
-def test_a_group_has_at_least_one_rank() -> None:
-    with pytest.raises(ValueError, match="at least one rank"):
-        ring(0)
+        plan_part(WRONG["several kinds"][0])
+    assert type(caught.value) is RefusedError
 
 
 # ---------------------------------------------------------------------------------------------- properties

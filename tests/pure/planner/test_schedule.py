@@ -232,7 +232,7 @@ def test_shapes_that_are_learned_are_known_before_they_are_used() -> None:
     spread = Request(kind=OpKind.ALLTOALL, group=of.spec, operands=tuple((rank, Made(0), None) for rank in range(3)))
     again = replace(spread, operands=tuple((rank, Made(1), None) for rank in range(3)))
     whole = plan([learn, spread, again], [of] * 3)
-    assert whole.brought == (0, 1, 2)
+    assert whole.first_rounds == (0, 1, 2)
     assert whole.rounds == 4
     assert [task.round for task in whole.program(0).tasks] == [0, 1, 2]
 

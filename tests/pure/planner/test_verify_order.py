@@ -101,7 +101,7 @@ BAD: dict[str, tuple[Plan, str]] = {
         "is the first one free",
     ),
     "alone, in the consistency check's launch": (replace(GOOD, alone=(0, *GOOD.alone[1:])), "is the first one free"),
-    "brought before shapes are known": (replace(GOOD, brought=(0,) * 6), "before the shapes"),
+    "brought before shapes are known": (replace(GOOD, first_rounds=(0,) * 6), "before the shapes"),
     "too few rounds": (replace(GOOD, rounds=2), "rounds of the consistency check"),
     "a participant is missing": (replace(GOOD, participants=GOOD.participants[1:]), "lacks the participants"),
     "a participant is there twice": (

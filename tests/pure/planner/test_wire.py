@@ -10,10 +10,8 @@ from raycollect.core.model import KEY_NBYTES, GroupSpec, Key, OpKind, ReduceOp, 
 from raycollect.errors import ProtocolError
 from raycollect.planner import (
     Domain,
-    Local,
     Program,
     Request,
-    TemplateStep,
     Ticket,
     decode_order,
     decode_program,
@@ -36,12 +34,6 @@ def _typical() -> Program:
     operands = tuple((rank, _key(rank), None) for rank in range(4))
     request = Request(kind=OpKind.ALLREDUCE, group=group, operands=operands, op=ReduceOp.AVG, inplace=False)
     return plan([request]).program(2)
-
-
-def test_what_a_step_does_not_name_is_minus_one() -> None:
-    """Of a buffer that is written and read, -1 is all of it, in whatever process."""
-    step = TemplateStep(kind=Local.COPY)
-    assert (step.src, step.dst, step.peer, step.src_piece, step.dst_piece) == (-1,) * 5
 
 
 @pytest.mark.parametrize("ranks", [(), (0,), (1,), (0, 1, 2), (0, 2), (0, 1, 3), (1, 2), tuple(range(1000))])

@@ -1,4 +1,4 @@
-"""From a reshard to a part of a plan: an all-to-all whose messages are boxes that the ranks pack and unpack."""
+"""Lowers a reshard to a part of a plan: an all-to-all whose messages are boxes that the ranks pack and unpack."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from raycollect.planner.template import Buffer, Local, Role, Template, TemplateS
 
 
 def reshard_violations(request: Request, reshard: Reshard) -> tuple[Violation, ...]:
-    """All that is wrong with a reshard whatever its tensors: its layouts, its ranks, and what the backend lacks."""
-    found = []
+    """All violations of a reshard for any tensors: of its layouts, its ranks and its backend."""
+    violations = []
     group = request.group
     if OpKind.ALLTOALL.value not in group.ops:
         backend = f"backend {group.backend!r}, which has no alltoall"
-        found.append(Violation(kind="unsupported", field="op", found=f"reshard on {backend}", expected="another one"))
+        violations.append(
+            Violation(kind="unsupported", field="op", found=f"reshard on {backend}", expected="another one")
+        )
     if group.memory not in ("", "cpu"):
-        found.append(
+        violations.append(
             Violation(
                 kind="unsupported",
                 field="backend",
@@ -35,15 +37,17 @@ def reshard_violations(request: Request, reshard: Reshard) -> tuple[Violation, .
     if [rank for rank, _, _ in request.operands] != list(reshard.ranks) or any(
         (src is None) is (rank in sources) for rank, src, _ in request.operands
     ):
-        found.append(wrong_argument("operands", "not those of the ranks of the layouts", "one per rank of either side"))
-    return (*found, *faults(reshard))
+        violations.append(
+            wrong_argument("operands", "not those of the ranks of the layouts", "one per rank of either side")
+        )
+    return (*violations, *faults(reshard))
 
 
 def resharded(request: Request, reshard: Reshard, membership: Membership) -> Part:
     """Plans a reshard without violations.
 
     Raises:
-        InternalError: The plan would be wrong (a bug of ours); nothing of it is sent.
+        InternalError: The plan would be wrong (a bug of ours).
     """
     halves = halves_of(reshard, routes(reshard, membership.topology.hosts))
     problem = problem_of(reshard, halves)
@@ -51,12 +55,14 @@ def resharded(request: Request, reshard: Reshard, membership: Membership) -> Par
         raise InternalError(detail=f"the plan of a reshard over ranks {reshard.ranks} {problem}")
     packed = encode_halves(halves)
     targets = set(reshard.dst_ranks)
-    templates = [_template(request, one, packed[one[0]], takes=one[0] in targets) for one in request.operands]
+    templates = [
+        _template(request, operands, packed[operands[0]], takes=operands[0] in targets) for operands in request.operands
+    ]
     return Part(request=request, templates=(), parts=()).over(templates)
 
 
 def _template(request: Request, operands: Operands, half: bytes, *, takes: bool) -> Template:
-    """Where a given target is not to be written, or not before all ranks have theirs, a tensor like it is."""
+    """A new tensor replaces a given target that is not to be written, or only after all ranks have their results."""
     _, src, dst = operands
     buffers = [] if src is None else [Buffer(role=Role.OPERAND)]
     given, held = -1 if src is None else 0, -1 if dst is None else len(buffers)
