@@ -18,10 +18,7 @@ IMPORT, PATCH = (
 
 IMPORTED = frozenset(
     {
-        "tests.faults.test_thread_faults",
         "tests.pure.backends.test_nccl_join",
-        "tests.pure.group.test_thread_faults",
-        "tests.pure.member.test_thread_faults",
         "tests.pure.planner.test_render",
     }
 )
