@@ -83,12 +83,11 @@ class Bench:
         self,
         script: Script,
         post: FakePost | None,
-        turn: Any = None,
         communicators: Callable[[str], Any] | None = None,
         sequencer: PlanSequencer | None = None,
         **methods: Callable[..., Any],
     ) -> None:
-        self.actor, self.post, self.turn = Actor(**methods), post, turn
+        self.actor, self.post = Actor(**methods), post
         self.sequencer = sequencer or PlanSequencer()
         self.store = Store()
         self.changed = threading.Condition()
@@ -104,7 +103,7 @@ class Bench:
         reporter = SimpleNamespace(tell_failure=self.fail)
         executor = Executor(self.sequencer, cast(Any, reporter), cast(Any, self))
         shared = threads.pool("raycollect-capture", 1)
-        self.captured = CapturedStep(replay, cast(Any, post), executor, turn, self.send, shared)
+        self.captured = CapturedStep(replay, cast(Any, post), executor, None, self.send, shared)
         self.runner = replay
 
     def wait_for_call(self, task: bytes, seq: int) -> None:
@@ -162,12 +161,11 @@ def bench() -> Iterator[MakeBench]:
         script: Script | None = None,
         *,
         post: FakePost | None = None,
-        turn: Any = None,
         **methods: Callable[..., Any],
     ) -> Bench:
         if script is None:
             script = echo()
-        benches.append(Bench(script, post, turn, **{"note": lambda value: value, **methods}))
+        benches.append(Bench(script, post, **{"note": lambda value: value, **methods}))
         return benches[-1]
 
     yield make

@@ -117,21 +117,6 @@ def _operation_on(rank, world, dtype, size, given):
     )
 
 
-def objects(rank, world):
-    gathered = [None] * world
-    dist.all_gather_object(gathered, {"rank": rank, "more": "x" * 10 * rank})
-    assert [fields["rank"] for fields in gathered] == list(range(world))
-    said = [("from", rank), None]
-    dist.broadcast_object_list(said, 1)
-    assert said[0] == ("from", 1)
-    mine = [None]
-    dist.scatter_object_list(mine, [f"for {to}" for to in range(world)] if rank == 0 else None, 0)
-    assert mine == [f"for {rank}"]
-    there = [None] * world if rank == 1 else None
-    dist.gather_object(rank, there, 1)
-    assert there in (None, list(range(world)))
-
-
 def rings(rank, world):
     after, before = (rank + 1) % world, (rank - 1) % world
     given = torch.arange(1000.0) + rank
@@ -228,13 +213,6 @@ def never_received(rank, world, how):
     took_s = time.monotonic() - begun_s
     store.set("left", "yes")
     return took_s
-
-
-def time_limit(rank, world):
-    place = dist.group.WORLD._place
-    before = place.timeout_s
-    dist.group.WORLD.set_timeout(timedelta(seconds=5))
-    return before, place.timeout_s
 
 
 # ---------------------------------------------------------------------------------------------- training
