@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import ray
 
-import raycollect as col
+from raycollect.driver.controller import Controller
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,13 +46,13 @@ def test_the_first_call_starts_ray(monkeypatch):
     monkeypatch.setattr("ray._private.worker.Worker.connected", property(lambda self: False))
     monkeypatch.setattr(ray, "init", start)
     with pytest.raises(Started):
-        col.allreduce_refs([])
+        Controller.current()
 
 
 _STALE = """
 import threading
 import numpy as np, ray
-import raycollect as col
+from raycollect.driver.controller import Controller
 from tests.support.actors import Buffers
 
 def start():
