@@ -35,6 +35,7 @@ from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core.model import Launch
 from raycollect.core.protocols import Joining
 from raycollect.errors import (
+    CollectiveTimeoutError,
     GroupBrokenError,
     MismatchError,
     PlanAbortedError,
@@ -203,6 +204,19 @@ def test_a_member_that_was_given_up_while_it_connected_has_not_joined(backend: B
     assert isinstance(joined, Joined)
     assert "a value of rank 1 is lost" in str(from_wire(joined.error or {}))
     assert closed
+    here.end("the test is over")
+
+
+def test_a_member_whose_backend_can_not_connect_has_not_joined(backend: Backend, premises: Any) -> None:
+    def create(joining: Joining) -> Any:
+        raise CollectiveTimeoutError(missing=(1,))
+
+    backend.create = create
+    here, heard = leased(premises)
+    here.received(join())
+    error = from_wire(heard.next(Joined).error or {})
+    assert isinstance(error, CollectiveTimeoutError)
+    assert error.missing == (1,)
     here.end("the test is over")
 
 
