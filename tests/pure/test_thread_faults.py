@@ -51,63 +51,44 @@ __all__ = ["backend", "bench", "premises", "rig"]  # fixtures
 # ---------------------------------------------------------------------------------------------- the table
 
 
-def in_the_table() -> set[str]:
+def in_the_table() -> tuple[set[str], int]:
+    """The threads in the table of ARCHITECTURE.md, and from how many places it says that they are started."""
     text = (Path(raycollect.__file__).parent.parent / "ARCHITECTURE.md").read_text()
     table = text.partition("## Processes, threads, connections")[2].partition("| connection |")[0]
-    return set(re.findall(r"^\|[^|]*\| `(raycollect-[a-z.-]+)` \|", table, re.MULTILINE))
+    places = re.search(r"^\| places that start threads \| (\d+) \|", text, re.MULTILINE)
+    assert places is not None
+    return set(re.findall(r"^\|[^|]*\| `(raycollect-[a-z.-]+)` \|", table, re.MULTILINE)), int(places[1])
 
 
-def in_the_source() -> tuple[set[str], list[str]]:
-    """What threads the package starts, by the name that each call gives; and the calls that give none."""
-    names, nameless = set[str](), []
+def in_the_source() -> tuple[set[str], int, list[str]]:
+    """What threads the package starts, by the name that each call gives; from how many places; and calls without one.
+
+    All calls by `threads.call_in_helper` are one place.
+    """
+    names, nameless, places = {"raycollect-helper"}, [], 1
     for path in Path(raycollect.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            if called == "threads.call_in_helper":
-                names.add("raycollect-helper")
+            places += called in ("threads.start", "threads.pool")
             if called in ("threads.start", "threads.pool", "threads.beside", "Loop"):
                 first = cast(ast.Call, node).args[0]
                 if called == "threads.start" and path.name == "loop.py":
                     continue  # its name is given to `Loop`
-                parts = [*ast.walk(first)]
-                text = next((one.value for one in parts if isinstance(one, ast.Constant)), None)
+                text = next((one.value for one in ast.walk(first) if isinstance(one, ast.Constant)), None)
                 nameless += [] if text else [f"{path.name}:{first.lineno}"]
                 names.add(f"{text}{'...' if isinstance(first, ast.JoinedStr) else ''}")
-            elif called in ("Thread", "threading.Thread", "ThreadPoolExecutor", "threading.Timer") and not _is_apart(
-                path
-            ):
-                nameless.append(f"{path.name}:{node.lineno}")  # type: ignore[attr-defined]
-    return names, nameless
-
-
-def _is_apart(path: Path) -> bool:
-    """It starts all of them."""
-    return path.name == "threads.py"
+            elif called.removeprefix("threading.") in ("Thread", "ThreadPoolExecutor") and path.name != "threads.py":
+                nameless.append(f"{path.name}:{cast(ast.Call, node).lineno}")
+    return names, places, nameless
 
 
 def test_each_thread_of_the_package_is_in_the_table_and_has_a_fault() -> None:
-    names, nameless = in_the_source()
+    names, places, nameless = in_the_source()
     assert nameless == [], "threads are started by `raycollect.core.threads`, with a name that can be read here"
-    assert in_the_table() == names
+    assert in_the_table() == (names, places)
     of_actors = Path(raycollect.__file__).parents[1] / "tests/faults/test_thread_faults.py"
     tested = re.findall(r'"(raycollect-[a-z-]+)"', Path(__file__).read_text() + of_actors.read_text())
     assert {name.removesuffix("...") for name in names} <= set(tested)
-
-
-def test_the_number_of_places_is_that_of_the_table() -> None:
-    """All calls by `threads.call_in_helper` are one place."""
-    package = Path(raycollect.__file__).parent
-    calls = [
-        ast.unparse(node.func)
-        for path in package.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call)
-    ]
-    told = re.search(
-        r"^\| places that start threads \| (\d+) \|", (package.parent / "ARCHITECTURE.md").read_text(), re.M
-    )
-    assert told is not None
-    assert int(told[1]) == calls.count("threads.start") + calls.count("threads.pool") + 1
 
 
 # ---------------------------------------------------------------------------------------------- the channel
