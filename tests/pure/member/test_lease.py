@@ -221,7 +221,7 @@ def test_a_member_whose_backend_can_not_connect_has_not_joined(backend: Backend,
 
 
 class Scripted:
-    """A communicator whose ranks are all here; `at` is called in the agreement and in each launch."""
+    """A communicator whose ranks are all here; `at` is called in the agreement, in each launch and in aborts."""
 
     def __init__(self, at: Callable[[str], None]) -> None:
         self._at = at
@@ -237,7 +237,7 @@ class Scripted:
         return launch.ranks if ok else ()
 
     def abort(self, seq: int) -> None:
-        """Nothing waits."""
+        self._at(f"abort of {seq}")
 
     def close(self) -> None:
         """There is nothing to release."""
@@ -317,7 +317,7 @@ def test_how_far_a_plan_is_can_be_asked_at_any_time(ordering: Any) -> None:
 @pytest.mark.parametrize("aborted", [False, True])
 def test_the_last_rank_marks_its_letter_for_all_unless_it_was_told_to_abort(ordering: Any, aborted: bool) -> None:
     """Who has aborted waits for the answer of each."""
-    lent, mailbox = SimpleQueue[Lease](), Mailbox()
+    lent, mailbox, seen = SimpleQueue[Lease](), Mailbox(), list[str]()
     letters = Letters(mailbox, lambda: None)
     slot = mailbox.take_slot()
     assert slot is not None
@@ -326,6 +326,7 @@ def test_the_last_rank_marks_its_letter_for_all_unless_it_was_told_to_abort(orde
         assert slot.write(letters, b"", payload, IN_ORDER)
 
     def at(what: str) -> None:
+        seen.append(what)
         if what == "launch" and aborted:
             lent.get(timeout=WAIT_S).received(Abort(seq=1, reason="cancelled"))
 
@@ -335,4 +336,5 @@ def test_the_last_rank_marks_its_letter_for_all_unless_it_was_told_to_abort(orde
         assert heard.next(Done).error is None
     assert wait_until(lambda: letters.have_ended != aborted)
     assert aborted == any(isinstance(one, Done) for one in heard.messages)
+    assert seen == ["agreement", "launch", *(["abort of 1"] * aborted)], "what is under way is woken"
     mailbox.close()
