@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 
 import numpy as np
 import pytest
@@ -114,20 +113,3 @@ def test_a_derived_group_gives_way_to_a_declared_one(actors):
     assert first(col.broadcast_refs(fresh(workers), 0)) == [10.0] * 2, "rank 0 is the second actor"
     col.destroy_collective_group("default")
     assert first(col.broadcast_refs(fresh(workers), 0)) == [1.0] * 2
-
-
-def test_threads_that_wait_at_once(actors):
-    workers = actors(BufferActor, 4)
-    pairs, wrong = (workers[:2], workers[2:]), []
-    for pair in pairs:
-        col.allreduce_refs(fresh(pair))
-
-    def loop(pair):
-        wrong.extend(sums for _ in range(30) if (sums := first(col.allreduce_refs(fresh(pair)))) != [11.0] * 2)
-
-    running = [threading.Thread(target=loop, args=(pair,)) for pair in pairs]
-    for thread in running:
-        thread.start()
-    for thread in running:
-        thread.join(60)
-    assert not wrong

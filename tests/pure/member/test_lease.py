@@ -32,7 +32,7 @@ from raycollect.channel.messages import (
     Ticked,
 )
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
-from raycollect.core.model import Launch
+from raycollect.core.model import Launch, task_key
 from raycollect.core.protocols import Joining
 from raycollect.errors import (
     CollectiveTimeoutError,
@@ -50,7 +50,9 @@ from raycollect.group import process_group
 from raycollect.member import reporter
 from raycollect.member.lease import Lease
 from raycollect.member.plan_queue import ReceivedPlan
+from raycollect.member.token_lenders import TokenLenders
 from raycollect.planner import Ticket, decode_order, encode_order, encode_program
+from raycollect.pos import Store
 from tests.pure.driver.tracked_plans import asked, flying, group, key_of
 from tests.pure.fleet import contain
 from tests.pure.member.leases import WAIT_S, Backend, Heard, backend, join, leased, plan, premises
@@ -277,6 +279,32 @@ def test_no_method_runs_beside_a_plan_where_they_come_one_by_one(
     _, heard = ordering(lambda _: seen.append(premises.methods.lock.locked()), in_order=in_order, members=members)
     assert heard.next(Done).error is None
     assert seen == [ordered] * 2
+
+
+def test_outputs_of_an_actor_task_are_what_it_returns(premises: Any, backend: Backend) -> None:
+    backend.create = lambda joining: Scripted(lambda _: None)
+    one = group("g", (5, 6))
+    here, heard = leased(premises)
+    here.received(join(group_id=one.spec.group_id))
+    heard.next(Joined)
+    premises.store.put(key_of(0), contain(np.ones(3)))
+    program = flying(asked(one, (0, 1), inplace=False)).plan.program(0)
+    found = premises.run_task(encode_order(Ticket(1, 0), [key_of(0)], encode_program(program)), bytes(24))
+    assert found.key == task_key(bytes(24), 1)
+    assert heard.next(Done).error is None
+    here.end("the test is over")
+
+
+def test_what_a_controller_lent_is_kept_until_it_has_ended() -> None:
+    store, key = Store(), key_of(0)
+    lenders = TokenLenders(store)
+    store.put(key, contain(np.ones(2)))
+    assert not lenders.note(b"owner", key)
+    lenders.open(b"owner")
+    assert lenders.note(b"owner", key)
+    lenders.close(b"owner", lambda: False)
+    assert wait_until(lambda: not store.statistics().held)
+    assert not lenders.note(b"owner", key)
 
 
 @pytest.mark.parametrize("is_taken", [False, True])
