@@ -12,6 +12,7 @@ import pytest
 import ray
 
 import raycollect as col
+from raycollect import errors
 from tests.support.steps import Coroutines, Learner, captured_here
 from tests.support.waiting import wait_until
 
@@ -317,6 +318,38 @@ def test_a_step_in_a_step_is_a_part_of_it(pair):
     assert [outer(1), outer(2)] == [(1, 2, 1), (3, 4, 2)]
     assert inner.cache_info().currsize == 0
     assert noted(pair[0]) == [(1,), (7,), (2,), (7,)]
+
+
+# ---------------------------------------------------------------------------------------------- tracing again
+
+
+def test_a_group_that_is_destroyed_and_declared_again_is_traced_again(pair):
+    iteration, traced = training(pair)
+    step = col.step(iteration)
+    expected = [5.0, 5.0]
+    assert [step(0.0), step(0.0)] == [expected] * 2
+    col.destroy_collective_group()
+    assert step(0.0) == expected, "on a group that is derived"
+    col.declare_collective_group(pair[:1])
+    with pytest.raises(errors.NotAMemberError):
+        step(0.0)
+    col.destroy_collective_group()
+    col.declare_collective_group(pair[::-1])
+    assert [step(0.0), step(0.0)] == [expected] * 2
+    assert len(traced) == 4
+
+
+def test_after_a_run_that_failed_the_function_is_traced_again(pair):
+    @col.step
+    def step(count):
+        return pair[0].fail_at.remote(count)
+
+    assert step(5).tolist() == [0, 0]
+    with pytest.raises(errors.MethodError) as caught:
+        step(1)
+    assert (caught.value.op, caught.value.raised) == ("fail_at", "ValueError")
+    assert step(9).tolist() == [0, 0]
+    assert step.cache_info().misses == 2
 
 
 # ---------------------------------------------------------------------------------------------- looking, ending
