@@ -40,7 +40,6 @@ class FakePost:
         self.answers: dict[int, bytes] = {}
         self.inline = inline
         self.woken = self.closed = False
-        self.takes = 0
         self._number = 0
 
     def ring(self, seq: int, predecessor: int, payload: bytes | None) -> int:
@@ -52,7 +51,6 @@ class FakePost:
 
     def take(self, timeout_s: float) -> Entry | None:
         with self.changed:
-            self.takes += 1
             self.changed.wait_for(lambda: self.entries or self.woken, timeout_s)
             if self.entries:
                 return self.entries.popleft()
@@ -93,9 +91,7 @@ class Bench:
         self.changed = threading.Condition()
         self.ran: dict[int, tuple[Any, ...]] = {}
         self.failed: dict[int, RaycollectError] = {}
-        self.order: list[int] = []
         self.lost = False
-        self.waited: list[tuple[bytes, int]] = []
         instruments = Instruments(store=self.store, recorder=Recorder(time.monotonic), clock=time.monotonic)
         replay = StepRunner(
             script.step_program, script.values, self.actor.invoke, instruments, communicators or no_group
@@ -107,7 +103,7 @@ class Bench:
         self.runner = replay
 
     def wait_for_call(self, task: bytes, seq: int) -> None:
-        self.waited.append((task, seq))
+        """Nothing was called before."""
 
     def send(self, message: Message) -> None:
         if self.lost:
@@ -115,13 +111,11 @@ class Bench:
         assert isinstance(message, Ran)
         with self.changed:
             self.ran[message.seq] = unpack_values(message.payload)
-            self.order.append(message.seq)
             self.changed.notify_all()
 
     def fail(self, seq: int, error: RaycollectError) -> None:
         with self.changed:
             self.failed[seq] = error
-            self.order.append(seq)
             self.changed.notify_all()
 
     def run(self, seq: int, predecessor: int, *arguments: Any) -> None:
@@ -132,7 +126,7 @@ class Bench:
     def heard(self, *seqs: int) -> None:
         """Waits until the controller has heard of the end of these runs, by the channel."""
         with self.changed:
-            assert self.changed.wait_for(lambda: set(seqs) <= {*self.ran, *self.failed}, WAIT_S), (self.order, seqs)
+            assert self.changed.wait_for(lambda: set(seqs) <= {*self.ran, *self.failed}, WAIT_S), seqs
 
     def answered(self, number: int) -> tuple[Any, ...]:
         assert self.post is not None
