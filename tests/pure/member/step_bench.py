@@ -40,6 +40,7 @@ class FakePost:
         self.answers: dict[int, bytes] = {}
         self.inline = inline
         self.woken = self.closed = False
+        self.takes = 0
         self._number = 0
 
     def ring(self, seq: int, predecessor: int, payload: bytes | None) -> int:
@@ -51,6 +52,7 @@ class FakePost:
 
     def take(self, timeout_s: float) -> Entry | None:
         with self.changed:
+            self.takes += 1
             self.changed.wait_for(lambda: self.entries or self.woken, timeout_s)
             if self.entries:
                 return self.entries.popleft()
@@ -81,17 +83,20 @@ class Bench:
         self,
         script: Script,
         post: FakePost | None,
+        turn: Any = None,
         communicators: Callable[[str], Any] | None = None,
         sequencer: PlanSequencer | None = None,
         **methods: Callable[..., Any],
     ) -> None:
-        self.actor, self.post = Actor(**methods), post
+        self.actor, self.post, self.turn = Actor(**methods), post, turn
         self.sequencer = sequencer or PlanSequencer()
         self.store = Store()
         self.changed = threading.Condition()
         self.ran: dict[int, tuple[Any, ...]] = {}
         self.failed: dict[int, RaycollectError] = {}
+        self.order: list[int] = []
         self.lost = False
+        self.waited: list[tuple[bytes, int]] = []
         instruments = Instruments(store=self.store, recorder=Recorder(time.monotonic), clock=time.monotonic)
         replay = StepRunner(
             script.step_program, script.values, self.actor.invoke, instruments, communicators or no_group
@@ -99,11 +104,11 @@ class Bench:
         reporter = SimpleNamespace(tell_failure=self.fail)
         executor = Executor(self.sequencer, cast(Any, reporter), cast(Any, self))
         shared = threads.pool("raycollect-capture", 1)
-        self.captured = CapturedStep(replay, cast(Any, post), executor, None, self.send, shared)
+        self.captured = CapturedStep(replay, cast(Any, post), executor, turn, self.send, shared)
         self.runner = replay
 
     def wait_for_call(self, task: bytes, seq: int) -> None:
-        """Nothing was called before."""
+        self.waited.append((task, seq))
 
     def send(self, message: Message) -> None:
         if self.lost:
@@ -111,11 +116,13 @@ class Bench:
         assert isinstance(message, Ran)
         with self.changed:
             self.ran[message.seq] = unpack_values(message.payload)
+            self.order.append(message.seq)
             self.changed.notify_all()
 
     def fail(self, seq: int, error: RaycollectError) -> None:
         with self.changed:
             self.failed[seq] = error
+            self.order.append(seq)
             self.changed.notify_all()
 
     def run(self, seq: int, predecessor: int, *arguments: Any) -> None:
@@ -126,7 +133,7 @@ class Bench:
     def heard(self, *seqs: int) -> None:
         """Waits until the controller has heard of the end of these runs, by the channel."""
         with self.changed:
-            assert self.changed.wait_for(lambda: set(seqs) <= {*self.ran, *self.failed}, WAIT_S), seqs
+            assert self.changed.wait_for(lambda: set(seqs) <= {*self.ran, *self.failed}, WAIT_S), (self.order, seqs)
 
     def answered(self, number: int) -> tuple[Any, ...]:
         assert self.post is not None
@@ -155,11 +162,12 @@ def bench() -> Iterator[MakeBench]:
         script: Script | None = None,
         *,
         post: FakePost | None = None,
+        turn: Any = None,
         **methods: Callable[..., Any],
     ) -> Bench:
         if script is None:
             script = echo()
-        benches.append(Bench(script, post, **{"note": lambda value: value, **methods}))
+        benches.append(Bench(script, post, turn, **{"note": lambda value: value, **methods}))
         return benches[-1]
 
     yield make
