@@ -91,21 +91,7 @@ class ndarray:
         )
 
     def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError("len() of unsized object")
         return self.shape[0]
-
-    def __repr__(self) -> str:
-        return repr(self.get()) if self.data.ptr else f"array([], shape={self.shape}, dtype={self.dtype})"
-
-    def __bool__(self) -> bool:
-        return bool(self.get())
-
-    def __int__(self) -> int:
-        return int(self.get())
-
-    def __float__(self) -> float:
-        return float(self.get())
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -147,25 +133,12 @@ class ndarray:
         with self.device:
             _launch("set", lambda: np.copyto(mine, given), self, stream=stream)
 
-    def item(self) -> Any:
-        return self.get().item()
-
-    def tolist(self) -> Any:
-        return self.get().tolist()
-
     def fill(self, value: Any) -> None:
         mine = self._host()
         _launch("fill", lambda: mine.fill(value), self)
 
     def copy(self, order: str = "C") -> ndarray:
         made = ndarray(self.shape, self.dtype, order=order)
-        _copy(made, self)
-        return made
-
-    def astype(self, dtype: Any, order: str = "K", *, copy: bool = True) -> ndarray:
-        if not copy and np.dtype(dtype) == self.dtype:
-            return self
-        made = ndarray(self.shape, dtype)
         _copy(made, self)
         return made
 
@@ -185,9 +158,6 @@ class ndarray:
         if seen.size and not np.may_share_memory(seen, mine):
             return self.copy().reshape(*shape)
         return self._derive(seen)
-
-    def ravel(self, order: str = "C") -> ndarray:
-        return self.reshape(-1, order=order)
 
     def view(self, dtype: Any = None) -> ndarray:
         return self._derive(self._host().view(self.dtype if dtype is None else dtype))
@@ -216,44 +186,14 @@ class ndarray:
     def __add__(self, other: Any) -> ndarray:
         return add(self, other)
 
-    def __radd__(self, other: Any) -> ndarray:
-        return add(other, self)
-
     def __iadd__(self, other: Any) -> ndarray:  # noqa: PYI034 - 3.10 has no Self
         return add(self, other, out=self)
-
-    def __sub__(self, other: Any) -> ndarray:
-        return subtract(self, other)
-
-    def __rsub__(self, other: Any) -> ndarray:
-        return subtract(other, self)
-
-    def __isub__(self, other: Any) -> ndarray:  # noqa: PYI034 - 3.10 has no Self
-        return subtract(self, other, out=self)
 
     def __mul__(self, other: Any) -> ndarray:
         return multiply(self, other)
 
-    def __rmul__(self, other: Any) -> ndarray:
-        return multiply(other, self)
-
     def __imul__(self, other: Any) -> ndarray:  # noqa: PYI034 - 3.10 has no Self
         return multiply(self, other, out=self)
-
-    def __truediv__(self, other: Any) -> ndarray:
-        return divide(self, other)
-
-    def __rtruediv__(self, other: Any) -> ndarray:
-        return divide(other, self)
-
-    def __itruediv__(self, other: Any) -> ndarray:  # noqa: PYI034 - 3.10 has no Self
-        return divide(self, other, out=self)
-
-    def __eq__(self, other: object) -> Any:
-        return equal(self, other)
-
-    def __ne__(self, other: object) -> Any:
-        return not_equal(self, other)
 
 
 def _strides(shape: Sequence[int], itemsize: int, order: str) -> tuple[int, ...]:
@@ -299,11 +239,12 @@ def _copy(to: ndarray, given: Any) -> None:
 def asarray(a: Any, dtype: Any = None, order: str | None = None) -> ndarray:
     """Makes it an array of the current device; what describes device memory is looked at, not copied."""
     if isinstance(a, ndarray):
-        return a if dtype is None or np.dtype(dtype) == a.dtype else a.astype(dtype)
+        assert dtype in (None, a.dtype), "the fake casts nothing"
+        return a
     interface = getattr(a, "__cuda_array_interface__", None)
     if interface is not None:
-        seen = _described(interface, a)
-        return seen if dtype is None or np.dtype(dtype) == seen.dtype else seen.astype(dtype)
+        assert dtype is None, "the fake casts nothing"
+        return _described(interface, a)
     host = np.asarray(a, dtype=dtype)
     if host.dtype == object:
         raise ValueError(f"Unsupported dtype {host.dtype}")
@@ -367,5 +308,4 @@ def _operand(value: Any) -> Any:
     raise TypeError(f"Unsupported type {type(value)}")
 
 
-add, subtract, multiply, divide = map(ufunc, (np.add, np.subtract, np.multiply, np.divide))
-equal, not_equal = map(ufunc, (np.equal, np.not_equal))
+add, multiply = ufunc(np.add), ufunc(np.multiply)

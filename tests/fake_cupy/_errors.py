@@ -19,11 +19,8 @@ class Status(IntEnum):
     NOT_READY = 600
     CAPTURE_UNSUPPORTED = 900
     CAPTURE_INVALIDATED = 901
-    CAPTURE_UNMATCHED = 903
-    CAPTURE_UNJOINED = 904
     CAPTURE_ISOLATION = 905
     CAPTURE_IMPLICIT = 906
-    CAPTURED_EVENT = 907
 
 
 _NAMES = {
@@ -38,11 +35,8 @@ _NAMES = {
     600: "cudaErrorNotReady: device not ready",
     900: "cudaErrorStreamCaptureUnsupported: operation not permitted when stream is capturing",
     901: "cudaErrorStreamCaptureInvalidated: operation failed due to a previous error during capture",
-    903: "cudaErrorStreamCaptureUnmatched: capture was not ended in the same stream as it began",
-    904: "cudaErrorStreamCaptureUnjoined: capturing stream has unjoined work",
     905: "cudaErrorStreamCaptureIsolation: dependency created on uncaptured work in another stream",
     906: "cudaErrorStreamCaptureImplicit: operation would make the legacy stream depend on a capturing blocking stream",
-    907: "cudaErrorCapturedEvent: operation not permitted on an event last recorded in a capturing stream",
 }
 
 

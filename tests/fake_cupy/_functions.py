@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from . import _arrays
-from ._arrays import _copy, asarray, ndarray, ufunc
+from ._arrays import asarray, ndarray, ufunc
 from ._kernels import RawModule
 from ._state import current
 
@@ -36,23 +36,9 @@ def arange(*args: Any, dtype: Any = None) -> ndarray:
     return asarray(np.arange(*args).astype(dtype) if dtype is not None else np.arange(*args))
 
 
-def array(obj: Any, dtype: Any = None, copy: bool = True) -> ndarray:
-    seen = asarray(obj, dtype)
-    shared = seen is obj or hasattr(type(obj), "__cuda_array_interface__")
-    return seen.copy() if copy and shared else seen
-
-
 def ascontiguousarray(a: Any, dtype: Any = None) -> ndarray:
     seen = asarray(a, dtype)
     return seen if seen.flags.c_contiguous else seen.copy()
-
-
-def copyto(dst: ndarray, src: Any, casting: str = "same_kind") -> None:
-    if not isinstance(dst, ndarray) or not (isinstance(src, ndarray) or np.isscalar(src)):
-        raise TypeError(f"Unsupported type {type(src)}")
-    if isinstance(src, ndarray) and not np.can_cast(src.dtype, dst.dtype, casting):  # type: ignore[arg-type]
-        raise TypeError(f"Cannot cast {src.dtype!r} to {dst.dtype!r} in {casting} casting mode")
-    _copy(dst, src)
 
 
 def from_dlpack(array: Any) -> ndarray:
@@ -76,10 +62,10 @@ _DTYPES = (
 FUNCTIONS: dict[str, Any] = {
     **{
         function.__name__: function
-        for function in (*(empty, full, zeros, ones, arange, asarray, array, ascontiguousarray, copyto, from_dlpack),)
+        for function in (*(empty, full, zeros, ones, arange, asarray, ascontiguousarray, from_dlpack),)
     },
     **{name: ufunc(getattr(np, name)) for name in _UFUNCS},
-    **{name: getattr(_arrays, name) for name in ("add", "subtract", "multiply", "divide", "equal", "not_equal")},
+    **{name: getattr(_arrays, name) for name in ("add", "multiply")},
     **{name: getattr(np, name) for name in _DTYPES},
     "ndarray": ndarray,
     "RawModule": RawModule,

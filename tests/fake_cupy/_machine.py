@@ -172,7 +172,7 @@ class Machine:
             if queue.capture is not None:
                 if queue.capture.spoilt:
                     raise CUDARuntimeError(Status.CAPTURE_INVALIDATED)
-                queue.capture.add(queue, work)
+                queue.capture.add(work)
                 return
             self._check_implicit(queue)
             self.contexts.add(queue.device)
@@ -199,13 +199,6 @@ class Machine:
         """Refuses what a capture forbids, which ends it for all that is useful."""
         capture.spoilt = True
         raise CUDARuntimeError(status)
-
-    def check_unsafe(self) -> None:
-        """Refuses a call that some thread's capture forbids to this one, such as an allocation."""
-        with self.lock:
-            for capture in {id(one.capture): one.capture for one in self.queues if one.capture is not None}.values():
-                if capture.forbids():
-                    self.spoil(capture, Status.CAPTURE_UNSUPPORTED)
 
     # -------------------------------------------------------------------------------------------- running
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -124,58 +123,21 @@ class Queue:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class CaptureMark:
-    """A point in a capture."""
-
-    capture: Capture
-    clock: dict[Queue, int]
-
-
-GLOBAL, THREAD_LOCAL, RELAXED = range(3)
-"""What threads may not call during a capture that began so: any thread, the one that began it, none."""
-
-
 @dataclass(slots=True)
 class Capture:
-    """What is being recorded from one stream, and those that joined it by its events.
+    """What is being recorded from one stream, and from no other.
 
     Attributes:
-        mode: Who may not make calls that are unsafe in a capture.
-        thread: Who began it.
         spoilt: Something was tried that a capture forbids; all that can be done with it is to end it.
     """
 
-    origin: Queue
-    mode: int = RELAXED
-    thread: int = field(default_factory=threading.get_ident)
+    queue: Queue
     spoilt: bool = False
     works: list[Work] = field(default_factory=list)
-    clocks: dict[Queue, dict[Queue, int]] = field(default_factory=dict)
 
-    def forbids(self) -> bool:
-        """Whether the calling thread may make no unsafe call."""
-        return self.mode == GLOBAL or (self.mode == THREAD_LOCAL and self.thread == threading.get_ident())
-
-    def add(self, queue: Queue, work: Work) -> None:
+    def add(self, work: Work) -> None:
         work.is_recorded = True
         self.works.append(work)
-        clock = self.clocks[queue]
-        clock[queue] = clock.get(queue, 0) + 1
-
-    def mark(self, queue: Queue) -> CaptureMark:
-        return CaptureMark(self, dict(self.clocks[queue]))
-
-    def join(self, queue: Queue, mark: CaptureMark) -> None:
-        queue.capture = self
-        merge(self.clocks.setdefault(queue, {}), mark.clock)
-
-    def end(self) -> bool:
-        """Ends it on all its streams; False: one was never joined back into the origin."""
-        joined = self.clocks[self.origin]
-        for queue in self.clocks:
-            queue.capture = None
-        return all(joined.get(queue, 0) >= clock.get(queue, 0) for queue, clock in self.clocks.items())
 
 
 def merge(clock: dict[Queue, int], other: dict[Queue, int]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ._errors import CUDARuntimeError, Status
 from ._machine import Machine
-from ._queues import Capture, CaptureMark, Mark, Queue
+from ._queues import Capture, Mark, Queue
 from ._state import counted, current
 
 memcpyHostToHost, memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice, memcpyDefault = range(5)
@@ -17,7 +17,7 @@ eventDisableTiming = 2
 
 _ATTRIBUTES = {75: 9, 76: 0}
 """Those that the fake knows: the compute capability, major and minor."""
-streamCaptureModeGlobal, streamCaptureModeThreadLocal, streamCaptureModeRelaxed = range(3)
+streamCaptureModeRelaxed = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +25,7 @@ class EventState:
     """An event: where it was last recorded, if it was."""
 
     device: int
-    mark: Mark | CaptureMark | None = None
+    mark: Mark | None = None
 
 
 def _event(machine: Machine, ptr: int) -> EventState:
@@ -66,7 +66,6 @@ def setDevice(device: int) -> None:
 @counted
 def deviceSynchronize() -> None:
     machine = current()
-    machine.check_unsafe()
     device = machine.current_device()
     with machine.lock:
         queues = [queue for queue in machine.queues if queue.device == device]
@@ -120,7 +119,6 @@ def streamSynchronize(stream: int) -> None:
     machine = current()
     queue = machine.queue(stream)
     _uncaptured(queue)
-    machine.check_unsafe()
     machine.wait(_all_of(machine, queue))
 
 
@@ -129,7 +127,6 @@ def streamQuery(stream: int) -> int:
     machine = current()
     queue = machine.queue(stream)
     _uncaptured(queue)
-    machine.check_unsafe()
     return 0 if machine.poll(_all_of(machine, queue)) else int(Status.NOT_READY)
 
 
@@ -146,18 +143,15 @@ def streamWaitEvent(stream: int, event: int, flags: int = 0) -> None:
     machine = current()
     with machine.lock:
         queue, mark = machine.queue(stream), _event(machine, event).mark
-        if isinstance(mark, CaptureMark):
-            if queue.capture is None and queue.handle == 0:
-                machine.spoil(mark.capture, Status.CAPTURE_IMPLICIT)
-            mark.capture.join(queue, mark)
-        elif mark is not None and queue.capture is not None:
+        if mark is not None and queue.capture is not None:
             machine.spoil(queue.capture, Status.CAPTURE_ISOLATION)
-        elif mark is not None:
+        if mark is not None:
             machine.enqueue(queue, machine.work("a wait", None), [mark])
 
 
 @counted
 def streamBeginCapture(stream: int, mode: int = streamCaptureModeRelaxed) -> None:
+    assert mode == streamCaptureModeRelaxed, "the fake knows no other: no thread is kept from anything"
     machine = current()
     with machine.lock:
         queue = machine.queue(stream)
@@ -165,8 +159,7 @@ def streamBeginCapture(stream: int, mode: int = streamCaptureModeRelaxed) -> Non
             raise CUDARuntimeError(Status.CAPTURE_UNSUPPORTED)
         if queue.capture is not None:
             raise CUDARuntimeError(Status.ILLEGAL_STATE)
-        queue.capture = Capture(queue, mode)
-        queue.capture.clocks[queue] = {}
+        queue.capture = Capture(queue)
 
 
 def _end_capture(ptr: int) -> Capture:
@@ -176,21 +169,13 @@ def _end_capture(ptr: int) -> Capture:
         capture = queue.capture
         if capture is None:
             raise CUDARuntimeError(Status.ILLEGAL_STATE)
-        if capture.origin is not queue:
-            raise CUDARuntimeError(Status.CAPTURE_UNMATCHED)
-        is_joined = capture.end()
+        queue.capture = None
         if machine.spoils[queue.device] > 0:
             machine.spoils[queue.device] -= 1
             capture.spoilt = True
         if capture.spoilt:
             raise CUDARuntimeError(Status.CAPTURE_INVALIDATED)
-        if not is_joined:
-            raise CUDARuntimeError(Status.CAPTURE_UNJOINED)
         return capture
-
-
-def streamIsCapturing(stream: int) -> bool:
-    return current().queue(stream).capture is not None
 
 
 # -------------------------------------------------------------------------------------------------- events
@@ -216,31 +201,22 @@ def eventRecord(event: int, stream: int) -> None:
         if state.device != queue.device:
             raise CUDARuntimeError(Status.INVALID_HANDLE)
         if queue.capture is not None:
-            state.mark = queue.capture.mark(queue)
-        else:
-            machine.enqueue(queue, machine.work("a record", None))
-            state.mark = queue.mark()
+            machine.spoil(queue.capture, Status.CAPTURE_UNSUPPORTED)  # the fake captures single streams
+        machine.enqueue(queue, machine.work("a record", None))
+        state.mark = queue.mark()
 
 
 @counted
 def eventQuery(event: int) -> int:
-    current().check_unsafe()
-    mark = _recorded(event)
+    mark = _event(current(), event).mark
     return 0 if mark is None or current().poll(lambda: mark.passed) else int(Status.NOT_READY)
 
 
 @counted
 def eventSynchronize(event: int) -> None:
-    mark = _recorded(event)
+    mark = _event(current(), event).mark
     if mark is not None:
         current().wait(lambda: mark.passed)
-
-
-def _recorded(ptr: int) -> Mark | None:
-    mark = _event(current(), ptr).mark
-    if isinstance(mark, CaptureMark):
-        current().spoil(mark.capture, Status.CAPTURED_EVENT)
-    return mark
 
 
 # -------------------------------------------------------------------------------------------------- memory
@@ -264,13 +240,6 @@ def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:
 
     work = machine.work("memcpyAsync", copy, [(dst, size), (src, size)])
     machine.enqueue(machine.queue(stream), work)
-
-
-@counted
-def memsetAsync(ptr: int, value: int, size: int, stream: int) -> None:
-    machine = current()
-    to = machine.heap.view(ptr, size)
-    machine.enqueue(machine.queue(stream), machine.work("memsetAsync", lambda: to.fill(value & 0xFF), [(ptr, size)]))
 
 
 @counted

@@ -36,9 +36,6 @@ class Device:
     def __hash__(self) -> int:
         return hash(self.id)
 
-    def __repr__(self) -> str:
-        return f"<CUDA Device {self.id}>"
-
     def use(self) -> Device:
         _runtime.setDevice(self.id)
         return self
@@ -81,9 +78,6 @@ class _BaseStream:
 
     def __hash__(self) -> int:
         return self.ptr
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.ptr} (device {self.device_id})>"
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return (0, self.ptr)
@@ -139,9 +133,6 @@ class _BaseStream:
 
     def end_capture(self) -> Graph:
         return Graph(_runtime._end_capture(self.ptr))
-
-    def is_capturing(self) -> bool:
-        return _runtime.streamIsCapturing(self.ptr)
 
 
 class Stream(_BaseStream):

@@ -19,7 +19,6 @@ import raycollect as col
 from raycollect import errors
 from tests.faults.groups import BACKENDS, PATIENT_S, assert_works, refs_of
 from tests.support.actors import Worker
-from tests.support.values import replace
 
 
 def in_child(self, function, *args):
@@ -174,61 +173,9 @@ def test_worker_processes_of_an_actor_while_collectives_go_on(actors, concurrenc
     np.testing.assert_array_equal(col.get(refs), np.full((2, 10), 8))
 
 
-STARVED = {"output": (lambda rank: np.ones(5), False), "staging": (lambda rank: [np.ones(5), np.zeros(5)], True)}
-"""What rank 1 has no memory for -> what each rank brings, and whether the call is in place."""
-
-
-def starve(self, how):
-    """From now on nothing is allocated for collectives in this process, or everything again."""
-    from raycollect.member.runtime import this_runtime
-    from raycollect.pos import tensors
-
-    def refuse(info):
-        raise MemoryError("there is none")
-
-    runtime = this_runtime()
-    runtime.instruments = replace(runtime.instruments, allocate=refuse if how else tensors.allocate)
-
-
-def descriptors(self):
-    """How much this process has open."""
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - it is pickled with no more than it needs
-
-
-def go_wrong(workers, field):
-    """A call that fails; it names the rank at fault, and no value has changed."""
-    values, inplace = STARVED[field]
-    refs = [one.make.remote(lambda self, make, n: make(n), values, rank) for rank, one in enumerate(workers)]
-    was = col.get(refs)
-    ray.get(workers[1].call.remote(starve, True))
-    for _ in range(3):
-        with pytest.raises(errors.AllocationError) as caught:
-            col.allreduce_refs(refs, "default", inplace=inplace, timeout_s=PATIENT_S)
-        assert {(violation.rank, violation.field) for violation in caught.value.violations} == {(1, field)}
-    ray.get(workers[1].call.remote(starve, False))
-    for found, value in zip(col.get(refs), was, strict=True):
-        np.testing.assert_array_equal(found, value)
-
-
-@pytest.mark.parametrize("backend", ["shm", *(pytest.param(one, marks=pytest.mark.full) for one in BACKENDS[1:])])
-def test_failed_calls_change_nothing(actors, backend):
-    """Values, dirt and open files are those of before, and the next one is right."""
-    trio = actors(Worker, 3)
-    group = col.declare_collective_group(trio, backend=backend)
-    counts = []
-    for _ in range(3):
-        for field in STARVED:
-            go_wrong(trio, field)
-            assert_works(trio, "default")
-        counts.append(ray.get([one.call.remote(descriptors) for one in trio]))
-    first, *_, last = counts  # by then all is open that is opened once; 12 failures later there are no more
-    assert all(now < before + 6 for before, now in zip(first, last, strict=True)), counts
-    assert [member.store.dirty for member in group.statistics().members] == [0] * 3
-
-
 def test_a_member_without_shared_memory_is_named(actors):
-    """The others hear why, and the same members form a group that needs none."""
-    pair = actors(Worker, 2)
+    """The others hear why, nobody is left leased, and the same members form a group that needs none."""
+    pair, (rival,) = actors(Worker, 2), actors(Worker, 1)
 
     def break_memfd(self):
         from raycollect.core import shared_memory
@@ -241,6 +188,11 @@ def test_a_member_without_shared_memory_is_named(actors):
     ray.get([one.call.remote(break_memfd) for one in pair])
     with pytest.raises(errors.BackendUnavailableError, match=r"rank 0 can't make \d+ bytes of shared memory: no"):
         col.declare_collective_group(pair, backend="shm", timeout_s=PATIENT_S)
+
+    def drive(self, workers):
+        col.declare_collective_group(workers, backend="tcp").destroy()
+
+    ray.get(rival.call.remote(drive, pair))
     col.declare_collective_group(pair, backend="tcp", timeout_s=PATIENT_S)
     assert_works(pair, "default")
 

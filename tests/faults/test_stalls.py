@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 import pytest
 import ray
@@ -201,50 +199,6 @@ def test_the_status_names_the_step_of_a_captured_run(actors, gate, held, held_by
         ray.get(blocked)
 
 
-def summed(self, quiet_s, warned=None):
-    """Sums up, and gives what is logged meanwhile; opens a gate, if one is given, with each of that."""
-    texts, handler = [], logging.Handler(logging.WARNING)
-
-    def emit(record):
-        texts.append(record.getMessage())
-        if warned is not None:
-            warned.open.remote()
-
-    handler.emit = emit
-    logging.getLogger("raycollect").addHandler(handler)
-    before = watchdog.QUIET_S, watchdog.ANSWER_S
-    watchdog.QUIET_S, watchdog.ANSWER_S = quiet_s, 20  # what is told is looked at, not how fast
-    try:
-        col.allreduce(self.buffer)
-    finally:
-        watchdog.QUIET_S, watchdog.ANSWER_S = before
-        logging.getLogger("raycollect").removeHandler(handler)
-    return texts
-
-
-def test_long_member_call_is_logged(actors, gate, held):
-    workers = actors(Worker, 3)
-    group = col.declare_collective_group(workers)
-    blocked = held(workers[1])
-    warned = actors(Gate, 2, max_concurrency=8)
-    waiting = [workers[rank].call.remote(summed, 2, one) for rank, one in zip((0, 2), warned, strict=True)]
-    ray.get([one.wait.remote() for one in warned])
-    ready, _ = ray.wait(waiting, timeout=0)
-    assert not ready
-    ray.get(gate[0].open.remote())
-    ray.get(blocked)
-    last = workers[1].call.remote(summed, 60)
-    late = group.status(0).members[1].actor
-    for texts in ray.get(waiting):
-        (text,) = texts
-        assert "still under way after 2 s; these ranks have not arrived:" in text
-        line, *stack = text.splitlines()[1:]
-        assert line.startswith(f"  - rank 1 ({late}) has not begun it, and is in ")
-        assert "call (" in line
-        assert any("test_stalls.py" in one and one.endswith("inner(gate, begun)") for one in stack)
-    assert ray.get(last) == []
-
-
 def late(self):
     """Sums up where somebody does not come; gives the error."""
     before, watchdog.LATE_ANSWER_S = watchdog.LATE_ANSWER_S, 20  # what is told is looked at, not how fast
@@ -274,4 +228,4 @@ def test_error_of_a_member_call_reports_the_activity_of_the_late_rank(actors, ga
     assert str(report) in str(error)
     ray.get(gate[0].open.remote())
     ray.get(blocked)
-    ray.get([worker.call.remote(summed, 60) for worker in workers])
+    ray.get([worker.call.remote(lambda self: col.allreduce(self.buffer)) for worker in workers])

@@ -11,50 +11,10 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.faults.groups import BACKENDS, PATIENT_S, assert_works
+from tests.faults.groups import PATIENT_S, assert_works
 from tests.support.actor_pool import reusable
 from tests.support.actors import Buffers, Worker
 from tests.support.waiting import wait_until
-
-
-def in_threads(self, sizes, rounds, timeout_s):
-    """Calls from as many threads as there are sizes; what each gets."""
-    rank, found = col.get_rank(), {}
-
-    def call(at):
-        try:
-            for _ in range(rounds):
-                tensor = np.full(sizes[at], rank + 1.0)
-                col.allreduce(tensor, timeout_s=timeout_s)
-            found[at] = tensor.tolist()
-        except errors.RaycollectError as exc:
-            found[at] = type(exc).__name__
-
-    threads = [threading.Thread(target=call, args=(at,)) for at in range(len(sizes))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return None if any(thread.is_alive() for thread in threads) else [found[at] for at in range(len(sizes))]
-
-
-@pytest.mark.parametrize("backend", ["shm", *(pytest.param(one, marks=pytest.mark.full) for one in BACKENDS[1:])])
-def test_threads_of_members_that_call_at_once(actors, backend):
-    """They are told so, or their calls have met by luck; nobody waits for ever, and the group works on."""
-    pair = actors(Worker, 2)
-    col.declare_collective_group(pair, backend=backend)
-    refused = (
-        "ConcurrentCallError",
-        "CollectiveTimeoutError",
-        "PlanAbortedError",
-    )  # the last: just past the consistency check
-    for found in ray.get([one.call.remote(in_threads, [4, 4, 4], 10, 2) for one in pair]):
-        assert found is not None, "a thread waits for ever"
-        assert all(one in (*refused, [3.0] * 4) for one in found), found
-    for found in ray.get([one.call.remote(in_threads, [4, 8], 3, 2) for one in pair]):
-        assert found is not None, "a thread waits for ever"
-        assert all(one in (*refused, "MismatchError", [3.0] * 4, [3.0] * 8) for one in found), found
-    assert ray.get([one.call.remote(in_threads, [2], 1, PATIENT_S) for one in pair]) == [[[3.0] * 2]] * 2
 
 
 class Coroutines(col.CollectiveParticipant):

@@ -7,6 +7,7 @@ import os
 import tempfile
 
 import numpy as np
+import pytest
 import ray
 
 import raycollect as col
@@ -150,4 +151,23 @@ def _between(refs):
     return found
 
 
-PROGRAMS = {one.__name__: one for one in (bits, minimum, links)}
+# ------------------------------------------------------------------------------------------ where members are
+
+
+def places(workers):
+    """The backend is chosen by where the members are, again whenever they change; a tensor is fetched from a host."""
+    near, far = workers[:PER_HOST], workers[PER_HOST]
+    group = col.declare_collective_group(near)
+    assert group.backend == "shm", group.backend
+    with pytest.raises(col.errors.BackendUnavailableError):
+        col.declare_collective_group([near[0], far], group_name="far", backend="shm")
+    assert group.add(far).backend == "tcp", group.backend
+    same(col.allreduce_refs(keep(group.actors, [np.ones(3)] * 3)), np.full(3, 3.0))
+    assert group.remove(PER_HOST).backend == "shm", group.backend
+    same(made := col.allreduce_refs(keep(near, [np.ones(3)] * PER_HOST)), np.full(3, float(PER_HOST)))
+    ray.get(far.set_buffer.remote(made[0]))
+    np.testing.assert_array_equal(ray.get(far.read.remote()), np.full(3, float(PER_HOST)))
+    group.destroy()
+
+
+PROGRAMS = {one.__name__: one for one in (bits, minimum, links, places)}

@@ -1,17 +1,16 @@
 """Each thread of the library outlives what it calls: a fault in each, one by one, after which all goes on.
 
-The threads of a group's members, of a participant, and those that only Ray's actors have are in the files of this name
-in `group`, `member` and `tests/faults`.
+The one that only Ray's actors have is in `tests/faults/test_thread_faults.py`.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -21,93 +20,80 @@ import numpy as np
 import pytest
 
 import raycollect
-from raycollect.backends.nccl import communicator as nccl
-from raycollect.channel import DataClient, Server
-from raycollect.channel.messages import Done, Fetch, Fetched
+from raycollect.channel import DataClient, Hub, Server
+from raycollect.channel.messages import Done, Fetch, Fetched, Joined, Order
 from raycollect.core import threads
-from raycollect.core.model import Kernel, Key, Launch, OpKind
-from raycollect.errors import BackendUnavailableError, PlanAbortedError, from_wire
-from raycollect.group import cluster_registry
+from raycollect.core.model import GroupSpec, Key
+from raycollect.engine.run import Outcome
+from raycollect.engine.value_codec import pack_values
+from raycollect.errors import InternalError, PlanAbortedError, from_wire
+from raycollect.group import cluster_registry, communicator_init
+from raycollect.group.bootstrap import BootstrapRequest, Introduction, follow, lead
+from raycollect.group.bootstrap_store import DirectoryBulletin
+from raycollect.group.communicator import GroupCommunicator
+from raycollect.group.member_communicator import MemberCommunicator
+from raycollect.group.process_group import ProcessGroup
+from raycollect.member.lease import Lease
+from raycollect.member.participant import Participant
+from raycollect.member.wait_monitor import WaitMonitor
+from raycollect.planner import Ticket
 from raycollect.pos import Store
 from raycollect.pos.fetch import serve
-from raycollect.ray_bridge import direct_transport
-from tests.faults import test_thread_faults as of_actors
-from tests.faults.thread_failures import fail_at
-from tests.pure.backends.test_nccl_join import create
 from tests.pure.channel.parties import HOST, SECRET, Party, Rig, echo, rig
 from tests.pure.fleet import contain
-from tests.pure.group import test_thread_faults as of_members
-from tests.pure.member import test_thread_faults as of_participants
-from tests.pure.on_gpu import gpus
-from tests.pure.thread_faults import BOOM, WAIT_S, fault_in, threads_tested
+from tests.pure.member.leases import Heard, backend, join, plan, premises
+from tests.pure.member.leases import leased as lease_of
+from tests.pure.member.step_bench import FakePost, bench
+from tests.pure.thread_faults import BOOM, WAIT_S, fail_at
 
-__all__ = ["rig"]  # a fixture
-
+__all__ = ["backend", "bench", "premises", "rig"]  # fixtures
 
 # ---------------------------------------------------------------------------------------------- the table
 
 
-def in_the_table() -> set[str]:
+def in_the_table() -> tuple[set[str], int]:
+    """The threads in the table of ARCHITECTURE.md, and from how many places it says that they are started."""
     text = (Path(raycollect.__file__).parent.parent / "ARCHITECTURE.md").read_text()
     table = text.partition("## Processes, threads, connections")[2].partition("| connection |")[0]
-    return set(re.findall(r"^\|[^|]*\| `(raycollect-[a-z.-]+)` \|", table, re.MULTILINE))
+    places = re.search(r"^\| places that start threads \| (\d+) \|", text, re.MULTILINE)
+    assert places is not None
+    return set(re.findall(r"^\|[^|]*\| `(raycollect-[a-z.-]+)` \|", table, re.MULTILINE)), int(places[1])
 
 
-def in_the_source() -> tuple[set[str], list[str]]:
-    """What threads the package starts, by the name that each call gives; and the calls that give none."""
-    names, nameless = set[str](), []
+def in_the_source() -> tuple[set[str], int, list[str]]:
+    """What threads the package starts, by the name that each call gives; from how many places; and calls without one.
+
+    All calls by `threads.call_in_helper` are one place.
+    """
+    names, nameless, places = {"raycollect-helper"}, [], 1
     for path in Path(raycollect.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            if called == "threads.call_in_helper":
-                names.add("raycollect-helper")
+            places += called in ("threads.start", "threads.pool")
             if called in ("threads.start", "threads.pool", "threads.beside", "Loop"):
                 first = cast(ast.Call, node).args[0]
                 if called == "threads.start" and path.name == "loop.py":
                     continue  # its name is given to `Loop`
-                parts = [*ast.walk(first)]
-                text = next((one.value for one in parts if isinstance(one, ast.Constant)), None)
+                text = next((one.value for one in ast.walk(first) if isinstance(one, ast.Constant)), None)
                 nameless += [] if text else [f"{path.name}:{first.lineno}"]
                 names.add(f"{text}{'...' if isinstance(first, ast.JoinedStr) else ''}")
-            elif called in ("Thread", "threading.Thread", "ThreadPoolExecutor", "threading.Timer") and not _is_apart(
-                path
-            ):
-                nameless.append(f"{path.name}:{node.lineno}")  # type: ignore[attr-defined]
-    return names, nameless
-
-
-def _is_apart(path: Path) -> bool:
-    """It starts all of them."""
-    return path.name == "threads.py"
+            elif called.removeprefix("threading.") in ("Thread", "ThreadPoolExecutor") and path.name != "threads.py":
+                nameless.append(f"{path.name}:{cast(ast.Call, node).lineno}")
+    return names, places, nameless
 
 
 def test_each_thread_of_the_package_is_in_the_table_and_has_a_fault() -> None:
-    names, nameless = in_the_source()
+    names, places, nameless = in_the_source()
     assert nameless == [], "threads are started by `raycollect.core.threads`, with a name that can be read here"
-    assert in_the_table() == names
-    assert of_actors.TESTED | threads_tested(sys.modules[__name__], of_members, of_participants) == names
-
-
-def test_the_number_of_places_is_that_of_the_table() -> None:
-    """All calls by `threads.call_in_helper` are one place."""
-    package = Path(raycollect.__file__).parent
-    calls = [
-        ast.unparse(node.func)
-        for path in package.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call)
-    ]
-    told = re.search(
-        r"^\| places that start threads \| (\d+) \|", (package.parent / "ARCHITECTURE.md").read_text(), re.M
-    )
-    assert told is not None
-    assert int(told[1]) == calls.count("threads.start") + calls.count("threads.pool") + 1
+    assert in_the_table() == (names, places)
+    of_actors = Path(raycollect.__file__).parents[1] / "tests/faults/test_thread_faults.py"
+    tested = re.findall(r'"(raycollect-[a-z-]+)"', Path(__file__).read_text() + of_actors.read_text())
+    assert {name.removesuffix("...") for name in names} <= set(tested)
 
 
 # ---------------------------------------------------------------------------------------------- the channel
 
 
-@fault_in("raycollect-server", "raycollect-hub")
 @pytest.mark.parametrize(("thread", "at_server"), [("raycollect-server", True), ("raycollect-hub", False)])
 def test_an_end_that_fails_tells_the_other_why(rig: Rig, thread: str, at_server: bool) -> None:
     """A failure that the handler can't go on from ends the connection. Other connections come and go."""
@@ -123,17 +109,6 @@ def test_an_end_that_fails_tells_the_other_why(rig: Rig, thread: str, at_server:
     assert mine.messages.get(timeout=WAIT_S) == Done(seq=2, ranks=[], error=None, story=[])
 
 
-@fault_in("raycollect-server")
-def test_a_server_accepts_again_after_a_failure(rig: Rig) -> None:
-    """The connection that was there goes on as well."""
-    mine = Party()
-    with fail_at(Server, "_accept", thread="raycollect-server"):
-        link = rig.connect(rig.serve(Party(echo)), mine)
-    link.send(Done(seq=1, ranks=[], error=None, story=[]))
-    assert mine.messages.get(timeout=WAIT_S)
-
-
-@fault_in("raycollect-data-...")
 def test_a_request_that_fails_is_answered_and_the_next_one_too() -> None:
     store, key = Store(), Key(bytes(28))
     store.put(key, contain(np.arange(3)))
@@ -157,7 +132,6 @@ def test_a_request_that_fails_is_answered_and_the_next_one_too() -> None:
 # ---------------------------------------------------------------------------------------------- the driver
 
 
-@fault_in("raycollect-post")
 def test_the_next_record_is_posted_after_a_failure() -> None:
     put = SimpleQueue[bytes]()
     store = SimpleNamespace(put=put.put)
@@ -168,29 +142,9 @@ def test_the_next_record_is_posted_after_a_failure() -> None:
     assert put.get(timeout=WAIT_S).endswith(b"id of g")
 
 
-@fault_in("raycollect-helper")
-def test_who_waits_for_a_ref_that_ray_moves_hears_of_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    came = SimpleQueue[Any]()
-    caller = SimpleNamespace(heard=came.put)
-    monkeypatch.setattr(direct_transport, "is_direct", lambda ref: True)
-    monkeypatch.setattr(direct_transport, "get", lambda ref: "the value")
-
-    def wait() -> None:
-        direct_transport.on_completed(object(), lambda value: caller.heard(value))
-
-    with fail_at(direct_transport, "get", thread="raycollect-helper"):
-        wait()
-        assert str(came.get(timeout=WAIT_S)).startswith(f"waiting for a ref failed: {BOOM}")
-    with fail_at(caller, "heard", thread="raycollect-helper"):
-        wait()
-    wait()
-    assert came.get(timeout=WAIT_S) == "the value"
+# ---------------------------------------------------------------------------------------------- members
 
 
-# ---------------------------------------------------------------------------------------------- backends
-
-
-@fault_in("raycollect-vllm")
 @pytest.mark.parametrize("block", [None, BrokenPipeError(), PlanAbortedError(detail="the other side refused")])
 def test_what_the_other_side_of_an_update_of_vllm_raises_is_the_error(block: Exception | None) -> None:
     def refuse() -> None:
@@ -205,54 +159,104 @@ def test_what_the_other_side_of_an_update_of_vllm_raises_is_the_error(block: Exc
             raise block
 
 
-@fault_in("raycollect-helper")
-def test_who_waits_for_a_call_of_torch_gets_its_error() -> None:
-    pytest.importorskip("torch")
-    from raycollect.backends.torch_dist.calls import Calls
-
-    launch = Launch(seq=1, ranks=(0,), timeout_s=WAIT_S)
-    library: Any = SimpleNamespace(backend=None, rank=0, world_size=1, group_name="g")
-    calls = Calls(library, launch, lambda launch: None)
-    work = SimpleNamespace(wait=lambda timeout: True)
-    with fail_at(work, "wait", thread="raycollect-helper"), pytest.raises(TypeError, match="injected"):
-        calls._wait_beside(work)
-    calls._wait_beside(work)
-
-
-@contextmanager
-def alone_on_a_gpu() -> Iterator[tuple[Any, Any]]:
-    """A rank by itself on the fake of cupy, and the fake."""
-    with gpus(1) as fake:
-        made = create(0, 1)
-        try:
-            yield made, fake
-        finally:
-            made.close()
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[tuple[ProcessGroup, ProcessGroup]]:
+    """Two members of a group that they have made themselves, in one process."""
+    bulletin, hub = DirectoryBulletin(tmp_path / "bulletin"), Hub()
+    spec = GroupSpec(name="g", group_id="", backend="tcp", world_size=2, timeout_s=WAIT_S)
+    first, second = (BootstrapRequest(spec=spec, rank=rank, me=Introduction(f"W{rank}", "m")) for rank in range(2))
+    with ThreadPoolExecutor(2) as pool:
+        joined = [pool.submit(lead, first, bulletin, {}), pool.submit(follow, second, bulletin, hub)]
+        slots = joined[0].result(WAIT_S), joined[1].result(WAIT_S)
+    try:
+        yield slots
+    finally:
+        for slot in slots:
+            slot.close()
+        hub.close()
 
 
-def run_barrier(communicator: Any) -> None:
-    launch = Launch(seq=1, ranks=(0,), timeout_s=WAIT_S)
-    communicator.launch(launch, (Kernel(kind=OpKind.BARRIER),))
+def both(slots: tuple[ProcessGroup, ProcessGroup], call: Callable[[ProcessGroup], Any]) -> list[Any]:
+    """What two members get who do the same at once."""
+    with ThreadPoolExecutor(2) as pool:
+        return [_outcome(one) for one in [pool.submit(call, slot) for slot in slots]]
 
 
-@fault_in("raycollect-helper")
-def test_who_waits_for_a_communicator_of_nccl_gets_its_error() -> None:
-    with gpus(1) as fake:
-        maker = fake.cupy.cuda.nccl
-        refused = pytest.raises(BackendUnavailableError, match="injected")
-        with fail_at(maker, "NcclCommunicator", thread="raycollect-helper"), refused:
-            create(0, 1)
-        made = create(0, 1)
-        run_barrier(made)
-        made.close()
+def _outcome(future: Future[Any]) -> Any:
+    error = future.exception(WAIT_S)
+    return future.result() if error is None else error
 
 
-@fault_in("raycollect-timer")
-def test_the_guard_of_nccl_looks_again() -> None:
-    with alone_on_a_gpu() as (made, _), fail_at(nccl.NcclCommunicator, "_look", thread="raycollect-timer"):
-        run_barrier(made)
-    with alone_on_a_gpu() as (made, _):
-        looked = threading.Event()
-        made._look = lambda: looked.set() or True
-        assert looked.wait(WAIT_S)
-        run_barrier(made)
+def test_a_communicator_that_can_not_form_is_formed_at_the_next_call(
+    two: tuple[ProcessGroup, ProcessGroup],
+) -> None:
+    for slot in two:
+        slot.communicator("all")._leave()
+    with fail_at(communicator_init, "make_communicator", thread="raycollect-helper"):
+        errors = both(two, ProcessGroup.form)
+    assert {type(error) for error in errors} == {InternalError}
+    assert all(error.detail.startswith(f"forming the group failed: {BOOM}") for error in errors)
+    assert both(two, ProcessGroup.form) == [None, None]
+
+
+def test_the_thread_of_a_communicator_goes_on_with_the_next_call(two: tuple[ProcessGroup, ProcessGroup]) -> None:
+    def start(slot: ProcessGroup) -> Any:
+        return slot.communicator("all").start("word", lambda communicator, seq: Outcome(), WAIT_S).result(WAIT_S)
+
+    with fail_at(MemberCommunicator, "_run", thread="raycollect-call-"):
+        error = _outcome(two[0].communicator("all").start("word", lambda communicator, seq: Outcome(), WAIT_S))
+    assert isinstance(error, InternalError)
+    assert error.detail.startswith(f"a call on communicator all failed: {BOOM}")
+    assert {type(one) for one in both(two, start)} == {Outcome}
+
+
+# ---------------------------------------------------------------------------------------------- participants
+
+
+@pytest.fixture
+def leased(premises: Participant) -> tuple[Lease, Heard]:
+    return lease_of(premises)
+
+
+def test_a_join_that_fails_is_told(leased: tuple[Lease, Heard]) -> None:
+    here, heard = leased
+    with fail_at(GroupCommunicator, "connect", thread="raycollect-helper"):
+        here.received(join())
+        joined = heard.next(Joined)
+    assert str(from_wire(joined.error or {})).startswith(f"joining group 'g' failed: {BOOM}")
+    here.received(join(name="h", group_id="id of h"))
+    assert heard.next(Joined) == Joined(request=1, error=None)
+
+
+def test_the_next_wait_is_told_of_after_a_failure() -> None:
+    told, over = threading.Event(), list[str]()
+    hub = SimpleNamespace(tell=told.set)
+    watch = WaitMonitor(0.01)
+
+    def waiting() -> AbstractContextManager[None]:
+        return watch.waiting(lambda _: hub.tell(), lambda: over.append("over"))
+
+    with fail_at(hub, "tell", thread="raycollect-timer") as fault, waiting():
+        assert fault.told.wait(WAIT_S)
+    with waiting():
+        assert told.wait(WAIT_S)
+    assert over == ["over"] * 2
+
+
+def test_the_controller_hears_of_an_order_that_fails(leased: tuple[Lease, Heard]) -> None:
+    here, heard = leased
+    with fail_at(Lease, "_carry_out", thread="raycollect-order"):
+        here.received(Order(payload=plan(Ticket(seq=1, predecessor=0)), in_order=False, after=b""))
+        done = heard.next(Done)
+    assert done.seq == 1
+    assert str(from_wire(done.error or {})).startswith(f"carrying out an order failed: {BOOM}")
+    assert here._sequencer.has_ended(1), "what comes after it goes on"
+
+
+def test_a_doorbell_that_fails_is_looked_at_again(bench: Any) -> None:
+    post = FakePost()
+    post.wake()
+    one = bench(post=post)
+    with fail_at(post, "take", thread="raycollect-capture"):
+        post.wake()
+    assert one.answered(post.ring(1, 0, pack_values(["x"]))) == ("x",)

@@ -56,29 +56,17 @@ def test_gloo_group_of_ray_is_adopted(actors: Any) -> None:
     def both(seq: int, first: Kernel, second: Kernel) -> list[Kernel]:
         return ray.get([a.run.remote(seq, first), b.run.remote(seq, second)])
 
-    expected = {ReduceOp.MAX: np.maximum(x, y), ReduceOp.SUM: x + y, ReduceOp.AVG: (x + y) / 2, ReduceOp.PRODUCT: x * y}
+    expected = {ReduceOp.MAX: np.maximum(x, y), ReduceOp.AVG: (x + y) / 2}
     for seq, (op, whole) in enumerate(expected.items(), 1):
         ended = both(seq, *(Kernel(kind=OpKind.ALLREDUCE, src=src, dst=np.zeros(3), op=op) for src in (x, y)))
         for kernel in ended:
             np.testing.assert_array_equal(kernel.dst, whole)
 
     pieces = (np.zeros(3), np.zeros(1))
-    for kernel in both(5, *(Kernel(kind=OpKind.ALLGATHER, src=src, dst=pieces) for src in (x, y[:1]))):
+    for kernel in both(3, *(Kernel(kind=OpKind.ALLGATHER, src=src, dst=pieces) for src in (x, y[:1]))):
         np.testing.assert_array_equal(kernel.dst[0], x)
         np.testing.assert_array_equal(kernel.dst[1], y[:1])
 
-    rows = ((x, y[:1]), (y, x[:1]))
-    out = (np.zeros(3), np.zeros(1))
-    ended = both(
-        6,
-        *(
-            Kernel(kind=OpKind.REDUCESCATTER, src=row, dst=dst, op=ReduceOp.SUM)
-            for row, dst in zip(rows, out, strict=True)
-        ),
-    )
-    np.testing.assert_array_equal(ended[0].dst, x + y)
-    np.testing.assert_array_equal(ended[1].dst, x[:1] + y[:1])
-
     send, recv = Kernel(kind=OpKind.SEND, src=x, peer=1), Kernel(kind=OpKind.RECV, dst=np.zeros(3), peer=0)
-    np.testing.assert_array_equal(both(7, send, recv)[1].dst, x)
+    np.testing.assert_array_equal(both(4, send, recv)[1].dst, x)
     ray.get([member.leave.remote() for member in members])

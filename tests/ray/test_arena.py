@@ -130,7 +130,7 @@ ROUNDS, MOST_ROUNDS = 20, 400
 def test_readers_see_whole_tensors_while_they_are_reduced(crew, actors, seed):
     """Three ranks triple a tensor again and again, modulo 2^64: what is read is a power of three everywhere."""
     rng = random.Random(seed)
-    size, begin, done = rng.randrange(1 << 18, 1 << 20) & ~1, rng.randrange(1, 1 << 32, 2), 0
+    size, begin, done = rng.randrange(1 << 17, 1 << 19) & ~1, rng.randrange(1, 1 << 32, 2), 0
     (other,) = actors(Worker, 1)
 
     def keep(self, place, view):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ import ray
 
 import raycollect as col
 from raycollect.driver.compiled_call import CompiledCall
-from raycollect.errors import RefusedError
 from tests.support.actor_pool import reusable
 from tests.support.actors import Buffers
 
@@ -115,34 +113,3 @@ def test_a_derived_group_gives_way_to_a_declared_one(actors):
     assert first(col.broadcast_refs(fresh(workers), 0)) == [10.0] * 2, "rank 0 is the second actor"
     col.destroy_collective_group("default")
     assert first(col.broadcast_refs(fresh(workers), 0)) == [1.0] * 2
-
-
-def test_what_is_wrong_is_refused_as_in_the_first_call(actors):
-    workers = actors(BufferActor, 2)
-    for _ in range(2):
-        col.allreduce_refs(fresh(workers))
-    with pytest.raises(RefusedError):
-        col.allreduce_refs(fresh(workers), timeout_s=-1)
-    with pytest.raises(RefusedError):
-        col.allreduce_refs([*fresh(workers)[:1], 5])
-    uneven = [workers[0].make.remote(lambda _: np.ones(2)), workers[1].make.remote(lambda _: np.ones(3))]
-    with pytest.raises(RefusedError):
-        col.allreduce_refs(uneven)
-    assert first(col.allreduce_refs(fresh(workers))) == [11.0] * 2
-
-
-def test_threads_that_wait_at_once(actors):
-    workers = actors(BufferActor, 4)
-    pairs, wrong = (workers[:2], workers[2:]), []
-    for pair in pairs:
-        col.allreduce_refs(fresh(pair))
-
-    def loop(pair):
-        wrong.extend(sums for _ in range(30) if (sums := first(col.allreduce_refs(fresh(pair)))) != [11.0] * 2)
-
-    running = [threading.Thread(target=loop, args=(pair,)) for pair in pairs]
-    for thread in running:
-        thread.start()
-    for thread in running:
-        thread.join(60)
-    assert not wrong

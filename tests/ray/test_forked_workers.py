@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import ray
 
 from tests.support.actors import Worker
@@ -37,24 +35,3 @@ def test_forked_workers_are_like_others_and_variables_of_python_begin_a_process(
     (is_forked, looks), (is_other_forked, others_look) = ray.get([one.call.remote(seen) for one in (forked, other)])
     assert (is_forked, is_other_forked) == (True, False)
     assert looks == others_look
-
-
-DRAWING = """
-import os
-from tests.support.forked_workers import LOADED_FIRST, LOADED_WITH_RAY, load
-
-load(LOADED_FIRST + LOADED_WITH_RAY)
-for _ in range(2):
-    if os.fork() == 0:
-        from ray import ObjectRef
-
-        print(ObjectRef.from_random().hex(), flush=True)
-        os._exit(0)
-    os.wait()
-"""
-
-
-@pytest.mark.full
-def test_forks_draw_ids_of_their_own():
-    drawn = subprocess.run([sys.executable, "-c", DRAWING], check=True, capture_output=True, text=True).stdout.split()
-    assert len(drawn) == len(set(drawn)) == 2

@@ -269,11 +269,12 @@ class Rank:
         return array.tolist()
 
 raycollect.register_with_ray()
-ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+ray.init(address=sys.argv[1], log_to_driver=False)
 print(ray.get([rank.sum.remote() for rank in [Rank.remote(rank) for rank in range(2)]]))
 """
 
 
-def test_the_backend_needs_no_torch():
-    run = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], check=True, capture_output=True, text=True)
+def test_the_backend_needs_no_torch(cluster):
+    program = [sys.executable, "-c", WITHOUT_TORCH, ray.get_runtime_context().gcs_address]
+    run = subprocess.run(program, check=True, capture_output=True, text=True)
     assert run.stdout.strip() == str([[2.0] * 3] * 2)

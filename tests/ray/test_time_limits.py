@@ -202,8 +202,9 @@ def test_get_and_free_wait_no_longer_than_told_for_what_writes(actors, gate, blo
     blocked = block(workers[1])
     work = col.allreduce_refs(refs, async_op=True)
     for call in (col.get, col.free):
-        with pytest.raises(ray.exceptions.GetTimeoutError):
-            call(refs, timeout_s=LIMIT_S)
+        for given in (refs, ray.get(refs)):  # also by what stands for them
+            with pytest.raises(ray.exceptions.GetTimeoutError):
+                call(given, timeout_s=LIMIT_S)
     ray.get(gate.open.remote())
     ray.get(blocked)
     work.wait()

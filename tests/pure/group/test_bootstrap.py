@@ -235,19 +235,6 @@ def test_rejected_follower_waits_for_the_next_group(
     place.end_fading()
 
 
-def test_a_leader_hears_of_who_disagreed_before_it_waits(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    attach = CoordinatorServer.attach
-
-    def attached(server: CoordinatorServer, process_group: ProcessGroup) -> None:
-        with pytest.raises(InvalidGroupError):
-            place.follow(world_size=3)
-        attach(server, process_group)
-
-    monkeypatch.setattr(CoordinatorServer, "attach", attached)
-    with pytest.raises(InvalidGroupError, match="world_size is 3"):
-        place.lead()
-
-
 def test_a_leader_that_waits_is_not_replaced(place: Place) -> None:
     leading = place.start(place.lead)
     assert wait_until(lambda: place.board.read(NAME) is not None)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from raycollect.errors import ConcurrentCallError, FaultError
+from raycollect.errors import ConcurrentCallError
 from raycollect.group.call_queue import Callers
 from raycollect.member import init
 from raycollect.member import operations as col
@@ -150,41 +150,6 @@ def test_a_call_that_has_passed_the_check_goes_on(crew, backend):
     assert group.must(_sum) == [3.0] * 2
 
 
-def _second_in_the_moment(name, rank):
-    """On rank 0 a second thread comes when all have come to the first one's call, which has not heard of it yet."""
-    col.barrier(name)
-    if rank:
-        return [_summed_or_failed(name, 10), _summed(name, 20)]
-    client = _communicator(name).client
-    passed, go_on, note = threading.Event(), threading.Event(), client.note_agreed
-
-    def held(call):
-        passed.set()
-        assert go_on.wait(WAIT_S)
-        note(call)
-
-    client.note_agreed = held
-    first = _in_thread(name, "first", _summed_or_failed, 1)
-    assert passed.wait(WAIT_S)
-    second = _in_thread(name, "second", _summed, 2)
-    assert wait_until(lambda: client.call.restarts)
-    del client.note_agreed
-    go_on.set()
-    return [first.result(WAIT_S), second.result(WAIT_S)]
-
-
-def test_a_call_that_restarts_as_all_have_come_is_refused_and_shifts_nothing(crew, backend):
-    group = crew.group(2, backend)
-    [first, second], [beside, after] = group.must(_second_in_the_moment)
-    assert _is_told(first)
-    assert "refused" in first
-    left = beside == 11 or "ConcurrentCallError on rank 0" in str(beside)
-    assert left or _is_told(beside), "rank 1 takes the part that rank 0 left, or is in its kernel, or hears of it first"
-    assert _is_told(second)
-    assert _is_told(after), "it met the second thread's call"
-    assert group.must(_sum) == [3.0] * 2
-
-
 def _handed_over(name, rank):
     """Each call in another thread than the one before, and not in the same ones on all ranks."""
     found = []
@@ -200,12 +165,3 @@ def test_a_thread_may_follow_another(crew, backend):
     group = crew.group(2, backend)
     expected = [2.0 * turn for turn in range(20) for _ in range(2)]
     assert group.must(_handed_over) == [expected] * 2
-
-
-def _summed_or_failed(name, value):
-    try:
-        return _summed(name, value, timeout_s=2)
-    except (
-        FaultError
-    ) as exc:  # luck decided otherwise as it was refused here: when it had passed the consistency check elsewhere
-        return str(exc)

@@ -145,26 +145,6 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> _Store:
     return store
 
 
-def test_status_is_a_table(shown: _Store) -> None:
-    shown.actors["1" * 32]["State"] = "DEAD"
-    result = _run("status", "g")
-    assert (result.exit_code, result.stderr) == (0, "")
-    lines = result.stdout.splitlines()
-    assert lines[:4] == [
-        "Ray cluster at 10.0.0.1:6379: 1 declared group",
-        "",
-        "g: broken: rank 1 gone",
-        "  3 ranks over shm, rebuilt 2 times",
-    ]
-    assert lines[5:9] == [
-        "    rank  actor      state  node      pid  restarts",
-        "    0     Worker(0)  ALIVE  nnnnnnnn  100  0",
-        "    1     Worker(1)  DEAD   nnnnnnnn  101  0",
-        "    2     Worker(2)  ALIVE  nnnnnnnn  102  0",
-    ]
-    assert "group.status()" in lines[-1]
-
-
 def test_status_is_watched_until_it_is_stopped(shown: _Store, monkeypatch: pytest.MonkeyPatch) -> None:
     waited = []
 

@@ -183,6 +183,24 @@ def test_a_connection_that_ends_without_a_word_breaks_the_call_for_all(
         assert isinstance(error_of(one), GroupBrokenError)
 
 
+class Odd(Call):
+    """One in which something fails that nobody has foreseen."""
+
+    def _attempt(self, communicator: Any, seq: int) -> Outcome:
+        raise ZeroDivisionError
+
+
+def test_the_others_hear_at_once_of_what_nobody_has_foreseen(table: Callable[..., Table]) -> None:
+    here = table()
+    here.form()
+    others = [here.start(Call(here.process_groups[rank])) for rank in (0, 2)]
+    for one in (here.start(Odd(here.process_groups[1])), *others):
+        error = error_of(one)
+        assert isinstance(error, InternalError)
+        assert "ZeroDivisionError" in error.detail
+    _all_call(here)
+
+
 def _all_call(here: Table) -> list[int]:
     """A call of all ranks that goes well; gives the numbers of its launch."""
     calls = [Call(process_group) for process_group in here.process_groups]

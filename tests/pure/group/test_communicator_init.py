@@ -5,13 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from raycollect import backends
 from raycollect.channel.messages import Gone, Meet, Message, Met, Withdraw
 from raycollect.core.model import GroupSpec, Launch
 from raycollect.engine.run import Outcome
@@ -19,13 +17,11 @@ from raycollect.errors import (
     CollectiveTimeoutError,
     ConnectionLostError,
     GroupBrokenError,
-    InternalError,
     KernelError,
     ParticipantDiedError,
     PlanAbortedError,
     RaycollectError,
 )
-from raycollect.group import communicator_init
 from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.group.coordinator_client import CoordinatorClient
 from raycollect.group.group_member import GroupMember
@@ -143,41 +139,6 @@ def test_a_signal_stays_one_where_the_coordinator_is_gone(table: Callable[..., T
     with patch.object(client, "send", send), pytest.raises(KeyboardInterrupt):
         client.meet(client.begin("join", 0.0, WAIT_S), "form", b"", WAIT_S)
     assert [type(one) for one in sent] == [Meet, Withdraw]  # the bytes may be on their way
-
-
-def test_who_does_not_join_a_communicator_of_two_has_the_groups_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(*_: Any) -> Any:
-        raise CollectiveTimeoutError(missing=(0,))
-
-    def wait_made(epoch: str, is_made: Callable[[], bool], deadline_s: float) -> bool:
-        wait_until(is_made)
-        return True
-
-    monkeypatch.setattr(communicator_init, "_make", absent)
-    client: Any = SimpleNamespace(epoch="1", ranks=(2, 3), values={}, notify=lambda: None, wait_made=wait_made)
-    with pytest.raises(CollectiveTimeoutError) as caught:
-        communicator_init.form(client, WAIT_S)
-    assert caught.value.missing == (2,)
-
-
-def test_a_rank_that_can_not_form_the_group_tells_the_others(
-    table: Callable[..., Table], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here, real = table(), communicator_init.form
-
-    def form(client: CoordinatorClient, deadline_s: float) -> Any:
-        if client.member.rank == 1:
-            raise RuntimeError("can't start new thread")
-        return real(client, deadline_s)
-
-    monkeypatch.setattr(communicator_init, "form", form)
-    for one in [here.start(process_group.form) for process_group in here.process_groups]:
-        error = error_of(one)
-        assert isinstance(error, InternalError)
-        assert "can't start new thread" in error.detail
-    monkeypatch.undo()
-    monkeypatch.setattr(backends, "load", lambda *_: here.create)
-    here.form()
 
 
 def test_a_death_that_follows_the_end_of_a_meeting_does_not_change_how_it_ends() -> None:

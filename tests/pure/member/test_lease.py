@@ -32,14 +32,11 @@ from raycollect.channel.messages import (
     Ticked,
 )
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
-from raycollect.core import timers
 from raycollect.core.model import Launch, task_key
 from raycollect.core.protocols import Joining
-from raycollect.engine.run import Outcome
 from raycollect.errors import (
     CollectiveTimeoutError,
     GroupBrokenError,
-    GroupExistsError,
     MismatchError,
     PlanAbortedError,
     ProtocolError,
@@ -50,60 +47,19 @@ from raycollect.errors import (
     to_wire,
 )
 from raycollect.group import process_group
-from raycollect.member import lease, reporter
+from raycollect.member import reporter
 from raycollect.member.lease import Lease
 from raycollect.member.plan_queue import ReceivedPlan
-from raycollect.planner import Program, Ticket, decode_order, encode_order, encode_program
+from raycollect.member.token_lenders import TokenLenders
+from raycollect.planner import Ticket, decode_order, encode_order, encode_program
+from raycollect.pos import Store
 from tests.pure.driver.tracked_plans import asked, flying, group, key_of
 from tests.pure.fleet import contain
 from tests.pure.member.leases import WAIT_S, Backend, Heard, backend, join, leased, plan, premises
-from tests.pure.participants import participant
-from tests.pure.thread_faults import helper_threads
 from tests.support.values import named_member
 from tests.support.waiting import wait_until
 
 __all__ = ["backend", "premises"]  # fixtures
-
-
-class Run:
-    """A run that runs nothing."""
-
-    made: Sequence[dict[str, Any]] = ()
-
-    def __init__(self, program: Any, *args: Any, **given: Any) -> None:
-        Run.made = [*Run.made, given]
-        self.program = program
-
-    def run(self) -> Outcome:
-        return Outcome()
-
-
-@pytest.fixture
-def waiting(monkeypatch: pytest.MonkeyPatch, premises: Any) -> Callable[[Sequence[bool]], Any]:
-    """Runs a program of a member of several groups, each of which says whether its methods come in order.
-
-    Gives what the program does where an operand is not there: None, or how it tells that it waits.
-    """
-    monkeypatch.setattr(lease, "Run", Run)
-
-    def run(ordered: Sequence[bool]) -> Any:
-        groups = [group(f"group {at}", (5, 6 + at)) for at in range(len(ordered))]
-        tracker = flying(*(asked(one, (2 * at, 2 * at + 1)) for at, one in enumerate(groups)))
-        program = tracker.plan.program(tracker.plan.positions[f"{5:032x}"])
-        assert len({share.group_id for share in program.shares}) == len(ordered)
-        premises.methods.is_ordered = False
-        here, _ = leased(premises)
-        here._groups.by_id = {
-            one.spec.group_id: cast(Any, SimpleNamespace(ordered=says, controller="me"))
-            for one, says in zip(groups, ordered, strict=True)
-        }
-        keys = [key_of(at) for at in range(program.keys)]
-        Run.made = ()
-        assert here.run_program(encode_order(Ticket(1, 0), keys, encode_program(program)), None) is None
-        (given,) = Run.made
-        return given["waiting"]
-
-    return run
 
 
 @pytest.mark.parametrize("count", [1, reporter.MOST_VIOLATIONS, reporter.MOST_VIOLATIONS + 1, 20_000])
@@ -140,41 +96,6 @@ def test_an_invitation_that_makes_no_sense_is_refused(premises: Any, changes: di
     made.end("the test is over")
 
 
-def test_a_group_takes_the_place_of_another_in_one_step(premises: Any) -> None:
-    """A call of the member's own finds one of the two at any time; one that is in the old one is told."""
-    made, heard = leased(premises)
-    groups = premises.runtime.process_groups
-    made.received(join())
-    old = groups.find("g")
-    made.received(join(group_id="the next", world_size=2, rank=1, replaces="id of g"))
-    new = groups.find("g")
-    assert (new.spec.group_id, new.rank) == ("the next", 1)
-    assert "members of the group have changed" in str(old.broken())
-    assert set(made._groups.by_id) == {"the next"}
-    assert not [one for one in heard.messages if getattr(one, "error", None)]
-    made.received(join(group_id="another"))
-    taken = next(one.error for one in heard.messages if isinstance(one, Joined) and one.error)
-    assert isinstance(from_wire(taken), GroupExistsError), "which is none of the two"
-    made.end("the test is over")
-    assert groups.find("g") is None
-
-
-def test_the_end_of_one_lease_leaves_the_groups_of_another(premises: Any) -> None:
-    """A driver's actor that is a rank of groups which it drives itself has two leases."""
-    drivers, _ = leased(premises)
-    as_driver = participant(1, premises.runtime)
-    own, _ = leased(as_driver, "itself")
-    drivers.received(join())
-    own.received(join(name="own", group_id="id of own", members=[named_member("W", ordered=False)] * 2))
-    assert own.is_overlapping
-    assert not drivers.is_overlapping
-    own.end("the actor shuts down what it drives")
-    assert [one.name for one in premises.runtime.process_groups.all()] == ["g"]
-    drivers.end("the test is over")
-    assert not premises.runtime.process_groups.by_id
-    as_driver.close()
-
-
 def test_a_group_that_was_left_is_forgotten_and_its_plans_take_their_turn(premises: Any) -> None:
     """Another group may hold the lease for days: what the destroyed ones held must not pile up."""
     here, heard = leased(premises)
@@ -192,97 +113,6 @@ def test_a_group_that_was_left_is_forgotten_and_its_plans_take_their_turn(premis
         assert "destroyed" in error.detail
     assert here._sequencer.last == 3
     here.end("the test is over")
-
-
-def test_an_output_of_a_plan_that_found_its_group_ended_raises_a_fault(
-    monkeypatch: pytest.MonkeyPatch, premises: Any
-) -> None:
-    """A death ends the group before its plans are aborted: one that begins in between has no reason yet."""
-    monkeypatch.setattr(Program, "makes", property(lambda _: True))
-    here, _ = leased(premises)
-    tracker = flying(asked(group("ended", (5, 6)), (0, 1)))
-    with pytest.raises(PlanAbortedError, match="destroyed"):
-        here.run_program(encode_order(Ticket(1, 0), [key_of(0)], encode_program(tracker.plan.program(0))), None)
-    here.end("the test is over")
-
-
-@pytest.fixture
-def member(monkeypatch: pytest.MonkeyPatch, backend: Backend, premises: Any) -> Callable[..., Any]:
-    """A member of a group of two whose communicator has these methods; it runs a plan by a function."""
-    both = group("both", (5, 6))
-    told: list[Any] = []
-
-    def make(run: Callable[[Lease, Gone], Outcome], *, died: bool = True, **methods: Any) -> Any:
-        given = {"close": lambda: told.append("closed"), "abort": lambda seq: None, "lost": lambda rank: False}
-        made = SimpleNamespace(**{**given, **methods})
-        backend.create = lambda joining: made
-        before = helper_threads()
-        here, heard = leased(premises)
-        members = [named_member(f"W{rank}", rank, actor_id=f"actor {rank}") for rank in range(2)]
-        here.received(join(name=both.spec.name, group_id=both.spec.group_id, members=members))
-        for thread in helper_threads(before):  # there is a communicator behind it
-            thread.join(WAIT_S)
-        gone = Gone(group_id=both.spec.group_id, rank=1, died=died, detail="its connection has ended")
-
-        class Interrupted(Run):
-            def run(self) -> Outcome:
-                return run(here, gone)
-
-            def abort(self) -> None:
-                told.append("aborted")
-
-        monkeypatch.setattr(lease, "Run", Interrupted)
-        tracker = flying(asked(both, (0, 1)))
-        order = encode_order(Ticket(1, 0), [key_of(0)], encode_program(tracker.plan.program(0)))
-        assert here.run_program(order, None) is None
-        (done,) = [one for one in heard.messages if isinstance(one, Done)]
-        here._sequencer.settle(WAIT_S)
-        here.end("the test is over")
-        return None if done.error is None else from_wire(done.error)
-
-    make.told = told  # type: ignore[attr-defined]
-    return make
-
-
-@pytest.mark.parametrize("died", [True, False])
-def test_plan_ended_by_a_death_names_the_dead_member(monkeypatch: pytest.MonkeyPatch, member: Any, died: bool) -> None:
-    """Its communicator does not see how far the dead came, and is closed under it, which explains nothing."""
-    begun: list[Any] = []
-
-    def later(delay_s: float, call: Callable[[], None]) -> None:
-        begun.append((delay_s, call))
-
-    def run(here: Lease, gone: Gone) -> Outcome:
-        before = helper_threads()
-        here.received(gone)
-        assert member.told == [], "it may yet end well"
-        for delay_s, call in begun:
-            assert delay_s <= 1
-            call()
-        for thread in helper_threads(before):
-            thread.join(WAIT_S)
-        return Outcome(error=GroupBrokenError(group_name="both", detail="the communicator was closed"))
-
-    monkeypatch.setattr(timers, "soon_or_now", later)
-    error = member(run, died=died)
-    assert member.told[:2] == (["aborted", "closed"] if died else ["closed"]), "it is woken before that goes"
-    assert len(begun) == died
-    assert isinstance(error, PlanAbortedError if died else GroupBrokenError)
-    if died:
-        assert error.detail.startswith("rank 1 (")
-        assert error.detail.endswith("died: its connection has ended")
-
-
-def test_a_plan_for_which_the_dead_have_done_their_part_ends_well(member: Any) -> None:
-    """A member that has ended the plan dies, while this one is still in it: the memory of the dead goes after it."""
-
-    def run(here: Lease, gone: Gone) -> Outcome:
-        here.received(gone)
-        assert member.told == [1], "its communicator has heard which rank has died, and nothing else has happened"
-        return Outcome()
-
-    assert member(run, lost=lambda rank: not member.told.append(rank)) is None
-    assert member.told[:2] == [1, "closed"]
 
 
 # ---------------------------------------------------------------------------------------------- in other threads
@@ -393,7 +223,7 @@ def test_a_member_whose_backend_can_not_connect_has_not_joined(backend: Backend,
 
 
 class Scripted:
-    """A communicator whose ranks are all here; `at` is called in the agreement and in each launch."""
+    """A communicator whose ranks are all here; `at` is called in the agreement, in each launch and in aborts."""
 
     def __init__(self, at: Callable[[str], None]) -> None:
         self._at = at
@@ -409,7 +239,7 @@ class Scripted:
         return launch.ranks if ok else ()
 
     def abort(self, seq: int) -> None:
-        """Nothing waits."""
+        self._at(f"abort of {seq}")
 
     def close(self) -> None:
         """There is nothing to release."""
@@ -465,6 +295,18 @@ def test_outputs_of_an_actor_task_are_what_it_returns(premises: Any, backend: Ba
     here.end("the test is over")
 
 
+def test_what_a_controller_lent_is_kept_until_it_has_ended() -> None:
+    store, key = Store(), key_of(0)
+    lenders = TokenLenders(store)
+    store.put(key, contain(np.ones(2)))
+    assert not lenders.note(b"owner", key)
+    lenders.open(b"owner")
+    assert lenders.note(b"owner", key)
+    lenders.close(b"owner", lambda: False)
+    assert wait_until(lambda: not store.statistics().held)
+    assert not lenders.note(b"owner", key)
+
+
 @pytest.mark.parametrize("is_taken", [False, True])
 def test_a_controller_hears_whether_its_recording_begins(premises: Any, is_taken: bool) -> None:
     here, heard = leased(premises)
@@ -503,7 +345,7 @@ def test_how_far_a_plan_is_can_be_asked_at_any_time(ordering: Any) -> None:
 @pytest.mark.parametrize("aborted", [False, True])
 def test_the_last_rank_marks_its_letter_for_all_unless_it_was_told_to_abort(ordering: Any, aborted: bool) -> None:
     """Who has aborted waits for the answer of each."""
-    lent, mailbox = SimpleQueue[Lease](), Mailbox()
+    lent, mailbox, seen = SimpleQueue[Lease](), Mailbox(), list[str]()
     letters = Letters(mailbox, lambda: None)
     slot = mailbox.take_slot()
     assert slot is not None
@@ -512,6 +354,7 @@ def test_the_last_rank_marks_its_letter_for_all_unless_it_was_told_to_abort(orde
         assert slot.write(letters, b"", payload, IN_ORDER)
 
     def at(what: str) -> None:
+        seen.append(what)
         if what == "launch" and aborted:
             lent.get(timeout=WAIT_S).received(Abort(seq=1, reason="cancelled"))
 
@@ -521,27 +364,5 @@ def test_the_last_rank_marks_its_letter_for_all_unless_it_was_told_to_abort(orde
         assert heard.next(Done).error is None
     assert wait_until(lambda: letters.have_ended != aborted)
     assert aborted == any(isinstance(one, Done) for one in heard.messages)
+    assert seen == ["agreement", "launch", *(["abort of 1"] * aborted)], "what is under way is woken"
     mailbox.close()
-
-
-def test_a_plan_that_begins_as_its_group_ends_says_who_has_died(
-    monkeypatch: pytest.MonkeyPatch, backend: Backend, premises: Any
-) -> None:
-    """Not that its communicator was closed, which is what comes of it."""
-    made = SimpleNamespace(close=lambda: None, abort=lambda seq: None)
-    backend.create = lambda joining: made
-    here, _ = leased(premises)
-    here.received(join())
-    joined = premises.runtime.process_groups.by_id["id of g"]
-    assert wait_until(lambda: joined.plans.communicator is made)
-    begun = []
-
-    def begin(*_: str) -> None:  # when those under way are aborted, and the communicator is not closed yet
-        with pytest.raises(GroupBrokenError, match=r"rank 1 \(W1\) died"):
-            here._groups.communicator("id of g")
-        begun.append(True)
-
-    monkeypatch.setattr(here, "_abort_plans", begin)
-    here._end_group(joined, "rank 1 (W1) died: killed")
-    assert begun
-    here.end("the test is over")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from fractions import Fraction
 
 import numpy as np
@@ -76,62 +75,37 @@ def test_what_can_not_travel_is_refused_on_all_ranks(crew):
     assert "not iterable" in there[6]
 
 
-def _of_two_minds(name, rank):
-    errors = []
-    for call in (
-        lambda: objects.allgather_object(rank, name, pickle=bool(rank)),
-        lambda: objects.gather_object(rank, 0, name, pickle=bool(rank)),
-        lambda: objects.broadcast_object(rank, 0, name, pickle=bool(rank)),
-        lambda: objects.scatter_object([1, 2], 0, name, pickle=bool(rank)),
-    ):
-        with pytest.raises(
-            MismatchError, match=r"rank 1.* is pickle=True, expected pickle=False on all ranks"
-        ) as caught:
-            call()
-        errors.append(caught.value.op)
-    return errors
+CALLS = {
+    "allgather_object": lambda name, rank, root=0, **how: objects.allgather_object(rank, name, **how),
+    "broadcast_object": lambda name, rank, root=0, **how: objects.broadcast_object(rank, root, name, **how),
+    "gather_object": lambda name, rank, root=0, **how: objects.gather_object(rank, root, name, **how),
+    "scatter_object": lambda name, rank, root=0, **how: objects.scatter_object([1, 2], root, name, **how),
+}
 
 
-def test_ranks_that_disagree_about_pickle_are_refused(crew):
-    """One rank raised pickle's error, and the other msgpack's, or it took bytes for a value."""
-    names = ["allgather_object", "gather_object", "broadcast_object", "scatter_object"]
-    assert crew.group(2).must(_of_two_minds) == [names, names]
-
-
-def _no_flag(name, rank):
-    calls = (
-        lambda pickle: objects.allgather_object(rank, name, pickle=pickle),
-        lambda pickle: objects.gather_object(rank, 0, name, pickle=pickle),
-        lambda pickle: objects.broadcast_object(rank, 0, name, pickle=pickle),
-        lambda pickle: objects.scatter_object([1, 2], 0, name, pickle=pickle),
-    )
+def _refused(name, rank):
+    """What each call raises where one rank gives something odd: the class, the operation, the ranks that are blamed."""
+    odd = [("pickle", True, 1), *(("pickle", wrong, who) for wrong in ("yes", np.ones(2)) for who in (0, 1))]
     found = []
-    for wrong, who, call in itertools.product(("yes", np.ones(2)), (0, 1), calls):
-        with pytest.raises(InvalidArgumentError, match=r"pickle is .*, expected True or False") as caught:
-            call(wrong if rank == who else False)
-        found.append([one.rank for one in caught.value.violations])
+    for operation, call in CALLS.items():
+        for what, wrong, who in [*odd, *([("root", np.ones(2), 1)] * (operation != "allgather_object"))]:
+            with pytest.raises(RefusedError) as caught:
+                call(name, rank, **({what: wrong} if rank == who else {"pickle": False}))
+            error = caught.value
+            found.append(
+                (type(error), error.op == operation or what == "root", {one.rank for one in error.violations} >= {who})
+            )
     return found, objects.broadcast_object(rank, 1, name, pickle=np.int64(1))
 
 
-def test_what_is_no_flag_is_refused_on_all_ranks_by_whoever_gives_it(crew):
+def test_what_is_no_flag_or_rank_or_differs_is_refused_on_all_ranks_by_whoever_gives_it(crew):
     """A rank that only takes was not refused; of an array one rank raised ValueError, and the others waited."""
-    told = [[who] for _ in range(2) for who in (0, 1) for _ in range(4)], 1
-    assert crew.group(2).must(_no_flag) == [told, told]
-
-
-def _no_rank(name, rank):
-    wrong = np.ones(2) if rank else 0
-    for call in (
-        lambda: objects.broadcast_object("a", wrong, name),
-        lambda: objects.gather_object("a", wrong, name),
-        lambda: objects.scatter_object(["a", "b"], wrong, name),
-    ):
-        with pytest.raises(RefusedError, match="rank is array"):
-            call()
-
-
-def test_what_is_no_rank_is_refused_on_all_ranks(crew):
-    crew.group(2).must(_no_rank)
+    here, there = crew.group(2).must(_refused)
+    assert here == there
+    found, last = here
+    assert last == 1
+    assert [one for one in found if not (one[1] and one[2])] == []
+    assert {kind for kind, *_ in found} == {MismatchError, InvalidArgumentError}
 
 
 def _scattered(name, rank):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -49,10 +48,6 @@ def test_every_operation_of_torch_gives_what_it_should(ranks):
 
 def test_between_hosts_it_runs_on_sockets(ranks):
     ranks(bodies.every_operation, 2, pg_options={"backend": "tcp"})
-
-
-def test_objects_travel(ranks):
-    ranks(bodies.objects, 3)
 
 
 def test_ranks_send_and_receive_in_rings(ranks):
@@ -164,7 +159,3 @@ def test_fully_shard_has_the_parameters_that_it_has_on_gloo(ranks):
 
 def test_dtensors_are_distributed_and_gathered(ranks):
     ranks(bodies.dtensors)
-
-
-def test_the_time_limit_of_the_group_is_that_of_its_calls(ranks):
-    assert ranks(bodies.time_limit, timeout=timedelta(seconds=77)) == [(77.0, 5.0)] * 2

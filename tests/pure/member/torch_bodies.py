@@ -117,21 +117,6 @@ def _operation_on(rank, world, dtype, size, given):
     )
 
 
-def objects(rank, world):
-    gathered = [None] * world
-    dist.all_gather_object(gathered, {"rank": rank, "more": "x" * 10 * rank})
-    assert [fields["rank"] for fields in gathered] == list(range(world))
-    said = [("from", rank), None]
-    dist.broadcast_object_list(said, 1)
-    assert said[0] == ("from", 1)
-    mine = [None]
-    dist.scatter_object_list(mine, [f"for {to}" for to in range(world)] if rank == 0 else None, 0)
-    assert mine == [f"for {rank}"]
-    there = [None] * world if rank == 1 else None
-    dist.gather_object(rank, there, 1)
-    assert there in (None, list(range(world)))
-
-
 def rings(rank, world):
     after, before = (rank + 1) % world, (rank - 1) % world
     given = torch.arange(1000.0) + rank
@@ -230,13 +215,6 @@ def never_received(rank, world, how):
     return took_s
 
 
-def time_limit(rank, world):
-    place = dist.group.WORLD._place
-    before = place.timeout_s
-    dist.group.WORLD.set_timeout(timedelta(seconds=5))
-    return before, place.timeout_s
-
-
 # ---------------------------------------------------------------------------------------------- training
 
 
@@ -260,6 +238,16 @@ def _batch(rank, step):
     return torch.randn(6, 32, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
+def _train(model, rank, before=lambda step: None, spare=lambda step: True):
+    """Three steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        before(step)
+        model(_batch(rank, step), spare(step)).square().sum().backward()
+        optimizer.step()
+
+
 def data_parallel(rank, world, how):
     """Three steps on both groups: two ranks have the same bits whichever adds them."""
     gloo = dist.new_group(backend="gloo")
@@ -269,15 +257,13 @@ def data_parallel(rank, world, how):
         model = DistributedDataParallel(Model(), process_group=group, bucket_cap_mb=0.01, **options)
         if how == "hook" and group is None:
             model.register_comm_hook(None, raycollect.torch.allreduce_hook)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            spare = how != "unused" or (step + rank) % 2 == 0
-            optimizer.zero_grad()
-            if how == "accumulated":
-                with model.no_sync():
-                    model(_batch(rank, 50 + step), spare).square().sum().backward()
-            model(_batch(rank, step), spare).square().sum().backward()
-            optimizer.step()
+
+        def accumulate(step, model=model):
+            with model.no_sync():
+                model(_batch(rank, 50 + step), True).square().sum().backward()
+
+        before = accumulate if how == "accumulated" else lambda step: None
+        _train(model, rank, before, lambda step: how != "unused" or (step + rank) % 2 == 0)
         models.append(model.module)
     _same(models[0].state_dict(), models[1].state_dict())
 
@@ -327,11 +313,7 @@ def fully_sharded(rank, world):
     values = []
     for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
         model = FullyShardedDataParallel(Model(), process_group=group, device_id=torch.device("cpu"))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            optimizer.zero_grad()
-            model(_batch(rank, step), True).square().sum().backward()
-            optimizer.step()
+        _train(model, rank)
         with FullyShardedDataParallel.summon_full_params(model):
             values.append({name: value.detach().clone() for name, value in model.named_parameters()})
     _same(*values)
@@ -347,11 +329,7 @@ def fully_sharded_in_place(rank, world):
         model = Model()
         for layer in (model.first, model.last, model):
             fully_shard(layer, mesh=mesh)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            optimizer.zero_grad()
-            model(_batch(rank, step), True).square().sum().backward()
-            optimizer.step()
+        _train(model, rank)
         values.append({name: value.full_tensor() for name, value in model.named_parameters()})
     _same(*values)
 
