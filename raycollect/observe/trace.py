@@ -66,6 +66,8 @@ class Span(NamedTuple):
     seq: int = 0  # the launch, or its plan's number; 0: none
     label: Label = NO_LABEL  # its other properties
     error: str = ""
+    group: str = ""  # the name of the label's group, and the backend; set in whole timelines
+    backend: str = ""
 
 
 class TracedGroup(NamedTuple):
