@@ -464,7 +464,7 @@ def body_arrive(communicator: Communicator, launch: Launch) -> list[bytes]:
 def body_peak(communicator: Communicator, launch: Launch, kind: OpKind, nbytes: int, has_gaps: bool) -> int:
     """The memory that a kernel takes beside its arrays, at most."""
     world, rank, stride = communicator.world_size, communicator.rank, 1 + has_gaps
-    whole, other = (np.ones(nbytes // 2 // world * world * stride, np.int16)[::stride] for _ in range(2))
+    whole, other = (np.ones(nbytes // 4 // world * world * stride, np.int32)[::stride] for _ in range(2))
     pieces = tuple(np.split(other, world))
     src, dst = {
         **dict.fromkeys((OpKind.ALLREDUCE, OpKind.SCAN, OpKind.EXSCAN), (whole, whole)),

@@ -64,7 +64,7 @@ class Bound(NamedTuple):
 BOUNDS = {
     "shm": Bound(8 * staged.CHUNK_NBYTES, (4 * staged.CHUNK_NBYTES,) * 2),
     "tcp": Bound(12 * run.CHUNK_NBYTES, (4 * run.CHUNK_NBYTES, 6.5 * run.CHUNK_NBYTES)),
-    "gloo": Bound(meshed.MESH_UP_TO_NBYTES[0][1] + 3 * 64, (3.1 * (4 << 20),) * 2),
+    "gloo": Bound(meshed.MESH_UP_TO_NBYTES[0][1] + (1 << 10), (3.1 * (4 << 20),) * 2),
 }
 
 

@@ -337,7 +337,7 @@ def body_bring_much(communicator: Communicator, launch: Launch) -> None:
 def test_an_arrival_that_is_too_long_is_refused_and_the_others_go_on(team_of: TeamOf) -> None:
     team = team_of(3)
     if team.backend == "local":
-        pytest.skip("its ranks are groups of one, which bring what they like")
+        pytest.skip("the test double of several local ranks has no limit")
     results = team.run(body_bring_much, team.launch())
     assert isinstance(results[1], UnsupportedError)
     assert all(isinstance(results[rank], PlanAbortedError) and results[rank].rank != rank for rank in (0, 2))
