@@ -30,7 +30,8 @@ class RaycollectError(RuntimeError):
     _message: ClassVar[str] = ""  # formatted with `self`; if empty, the message is `detail` or the summary
 
     def __init_subclass__(cls) -> None:
-        if cls.__annotations__:
+        super().__init_subclass__()
+        if cls.__annotations__:  # else the base class's methods serve
             dataclass(eq=False, kw_only=True)(cls)
 
     def __str__(self) -> str:
