@@ -15,8 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from raycollect.backends import cuda_driver
 from raycollect.backends.capabilities import no_gpu
-from raycollect.backends.nccl import ipc_driver
 from raycollect.core.codec import Wire
 
 SHARING_FROM = 23000  # The first NCCL that takes several ranks on one GPU, if `SHARING` is set before its first use
@@ -59,7 +59,7 @@ def here(given: bool | None = None) -> Gpu | None:
 
 def name_of(runtime: Any, device: int) -> str:
     """Names a GPU uniquely on its machine, or the part of one that MIG makes: all parts have its PCI bus id."""
-    return "/".join(filter(None, (str(runtime.deviceGetPCIBusId(device)), ipc_driver.uuid_of(device).hex())))
+    return "/".join(filter(None, (str(runtime.deviceGetPCIBusId(device)), cuda_driver.uuid_of(device).hex())))
 
 
 def may_share() -> bool:

@@ -187,7 +187,19 @@ def keep_own(give: dict[int, Flat], take: dict[int, Flat], rank: int, step: int)
 
 
 def movement(kernel: Kernel, *, is_root: bool) -> tuple[Flat | None, Flat | None, Flat]:
-    """Returns the arrays that a rank reads and writes in a broadcast, send or receive; third, the one that is not None.
+    """Returns `moved` as flat rows, and third, the row that is not None."""
+    read, written = moved(kernel, is_root=is_root)
+    if read is None:
+        dst = row(written)
+        return None, dst, dst
+    src, other = row(read), None if written is None else row(written)
+    if other is not None:
+        check_fit(kernel, src, other)
+    return src, other, src
+
+
+def moved(kernel: Kernel, *, is_root: bool) -> tuple[Any, Any]:
+    """Returns the arrays that a rank reads and writes in a broadcast, send or receive; None for none.
 
     The root reads `src` (or `dst`, if that is its only array), and writes `dst` only if it is another array.
     """
@@ -195,13 +207,7 @@ def movement(kernel: Kernel, *, is_root: bool) -> tuple[Flat | None, Flat | None
     write = kernel.src if kernel.dst is None else kernel.dst
     if read is None or write is None:
         raise InternalError(detail=f"{kernel.kind.value} without an array")
-    if not is_root:
-        dst = row(write)
-        return None, dst, dst
-    src, other = row(read), row(write) if write is not read else None
-    if other is not None:
-        check_fit(kernel, src, other)
-    return src, other, src
+    return (read, None if write is read else write) if is_root else (None, write)
 
 
 def reduce_op(kernel: Kernel) -> ReduceOp:

@@ -393,8 +393,7 @@ def _log_abandoned(abandoned: list[bool], name: str, error: RaycollectError | No
 
 def _record(tracker: PlanTracker, ring: Ring) -> None:
     plan, error = tracker.plan, tracker.error
-    known = ring.labelled.get((id(plan),))  # of plans that are repeated; a new label may take some 60 us
-    number = ring.label_of(lambda: _label(tracker, ring), plan) if known is None else known[1]
+    number = ring.label_of(lambda: _label(tracker, ring), plan)
     failed = "" if error is None else type(error).__name__
     ring.put(tracker._KIND, "", tracker.began_s, ring.clock(), tracker.seq, number, failed)
 

@@ -173,8 +173,8 @@ class Observer:
     def _number_of_bundle(self, ring: Ring, bundle: PreparedBundle) -> int:
         # The number of a bundle's label; later runs have the same share and verdicts.
         label = self.label
-        identity = (bundle.share, label, *bundle.verdicts)  # determines the label, and refers to no tensor
-        return ring.label_of(lambda: label_of_bundle(bundle, label), *identity)
+        # Together these determine the label; they refer to no tensor.
+        return ring.label_of(lambda: label_of_bundle(bundle, label), bundle.verdicts, bundle.share, label)
 
     def _span(self, ring: Ring, kind: str, name: str, label: Label = NO_LABEL) -> AbstractContextManager[None]:
         return _Span(ring, kind, name, self.seq, ring.label(label))

@@ -5,24 +5,49 @@ from __future__ import annotations
 import copy
 import copyreg
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform  # Python has it from 3.11 on
+else:
+
+    def dataclass_transform(**_: bool) -> Any:
+        return lambda cls: cls
+
 
 _Error = TypeVar("_Error", bound="RaycollectError")
 
 
+@dataclass_transform(eq_default=False, kw_only_default=True)
 @dataclass(eq=False)
 class RaycollectError(RuntimeError):
-    """Base of all errors of this package; a RuntimeError, like the errors of `ray.util.collective`."""
+    """Base of all errors of this package; a RuntimeError, like the errors of `ray.util.collective`.
+
+    Subclasses are dataclasses, hashed by identity; their fields are given by keyword.
+    """
 
     cure: ClassVar[str] = ""  # what to do; empty if the detail tells it
     _message: ClassVar[str] = ""  # formatted with `self`; if empty, the message is `detail` or the summary
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.__annotations__:  # else the base class's methods serve
+            dataclass(eq=False, kw_only=True)(cls)
 
     def __str__(self) -> str:
         text, advice = self._text(), self._advice()
         return f"{text}\nWhat to do: {advice}." if advice else text
 
     def _text(self) -> str:
-        return self._message.format(self=self) or getattr(self, "detail", "") or summary(type(self))
+        where, default = self._where(), summary(type(self))
+        text = self._message.format(self=self) or getattr(self, "detail", "")
+        if not where:
+            return text or default
+        return f"{where}: {text or default[:1].lower() + default[1:]}"
+
+    def _where(self) -> str:
+        """Returns the beginning of the message, before a colon: the operation, the group, the rank and the actor."""
+        return ""
 
     def _advice(self) -> str:
         return self.cure

@@ -13,7 +13,6 @@ COULD_NOT_LOOK = "could not look: "
 """The prefix of a process's report about itself if the inspection failed; the cause follows."""
 
 
-@dataclass(eq=False, kw_only=True)
 class FaultError(RaycollectError):
     """Something failed while a plan was in flight.
 
@@ -34,14 +33,13 @@ class FaultError(RaycollectError):
     story: tuple[str, ...] = ()
     _tells_story: ClassVar[bool] = True
 
+    def _where(self) -> str:
+        group = f" on group {self.group_name!r}" if self.group_name else ""
+        return f"{self.op or 'a plan'}{group}{culprit(self.rank, self.actor)}"
+
     def _text(self) -> str:
-        where = self.op or "a plan"
-        if self.group_name:
-            where += f" on group {self.group_name!r}"
-        text = f"{where}{culprit(self.rank, self.actor)}: {super()._text()}"
-        if self.story and self._tells_story:
-            text += "\n  | ".join(("\nThe last events of the reporting rank:", *self.story))
-        return text
+        story = ("\nThe last events of the reporting rank:", *self.story) if self.story and self._tells_story else ()
+        return super()._text() + "\n  | ".join(story)
 
 
 class ParticipantDiedError(FaultError):
@@ -110,7 +108,6 @@ class RankReport:
         return f"; awaited for {self.awaited_s:.1f} s" if self.awaited_s else ""
 
 
-@dataclass(eq=False, kw_only=True)
 class CollectiveTimeoutError(FaultError):
     """Ranks did not arrive in time.
 
@@ -170,7 +167,6 @@ class KernelError(FaultError):
     """A communication library failed in mid-kernel; tensors that it was writing are dirty."""
 
 
-@dataclass(eq=False, kw_only=True)
 class MethodError(FaultError):
     """A method of a captured step raised, or returned a value that a run can't return; `op` is its name.
 
@@ -197,7 +193,6 @@ class MethodError(FaultError):
         return self.cure if self.raised else f"{plain}, and capture it again"
 
 
-@dataclass(eq=False, kw_only=True)
 class VersionError(RaycollectError):
     """A version of weights can't be put or read; the tensors that methods see are unchanged.
 
@@ -215,9 +210,9 @@ class VersionError(RaycollectError):
     rank: int = -1
     actor: str = ""
 
-    def _text(self) -> str:
+    def _where(self) -> str:
         which = f"version {self.version} of {self.name!r}" if self.version else f"publication {self.name!r}"
-        return f"{which}{culprit(self.rank, self.actor)}: {super()._text()}"
+        return f"{which}{culprit(self.rank, self.actor)}"
 
 
 class UnknownVersionError(VersionError):
@@ -259,7 +254,6 @@ class VersionDirtyError(VersionError):
     cure = "update again; parts that have landed are not read again"
 
 
-@dataclass(eq=False, kw_only=True)
 class VersionTimeoutError(VersionError):
     """Ranks did not answer in time.
 
@@ -283,7 +277,6 @@ class VersionTimeoutError(VersionError):
         return self.cure if self.missing else "call it again; raise timeout_s if the wait takes longer"
 
 
-@dataclass(eq=False, kw_only=True)
 class PushError(VersionError):
     """Some of several receiver groups could not be updated; the others show the version.
 

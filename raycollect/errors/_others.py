@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from raycollect.errors._base import RaycollectError, culprit, summary
+from raycollect.errors._base import RaycollectError, culprit
 
 
-@dataclass(eq=False, kw_only=True)
 class GroupError(RaycollectError):
     """Something is wrong with the group itself."""
 
     group_name: str
     detail: str = ""
 
-    def _text(self) -> str:
-        default = summary(type(self))
-        return f"group {self.group_name!r}: {self.detail or default[:1].lower() + default[1:]}"
+    def _where(self) -> str:
+        return f"group {self.group_name!r}"
 
 
 class UnknownGroupError(GroupError):
@@ -64,7 +60,6 @@ class ControlError(RaycollectError):
     """A process may not drive these actors."""
 
 
-@dataclass(eq=False, kw_only=True)
 class ControllerConflictError(ControlError):
     """A participant is leased to another controlling process.
 
@@ -82,7 +77,6 @@ class ControllerConflictError(ControlError):
     )
 
 
-@dataclass(eq=False, kw_only=True)
 class SelfDrivenError(ControlError):
     """An actor called a plan in which it takes part; it would wait for itself forever."""
 
@@ -94,7 +88,6 @@ class SelfDrivenError(ControlError):
     )
 
 
-@dataclass(eq=False, kw_only=True)
 class BoundToProcessError(ControlError):
     """An object that works only in the process that made it was passed to another one; nothing was sent.
 
@@ -112,9 +105,8 @@ class BoundToProcessError(ControlError):
 
 
 class ForkedError(ControlError):
-    """The process was forked from one that is connected to Ray; the connection belongs to the parent."""
+    """The process was forked from one that is connected to Ray, and neither Ray nor raycollect work in it."""
 
-    _message = "this process was forked from one that is connected to Ray, and neither Ray nor raycollect work in it."
     cure = (
         "call from the parent; or start this process by 'spawn' (multiprocessing.get_context), or let it join a group "
         "with init_collective_group(..., rendezvous='file:///path')"
@@ -122,21 +114,19 @@ class ForkedError(ControlError):
 
 
 class RayClientError(ControlError):
-    """Ray Client (ray://) has no ObjectRef ids and no way to reach the participants."""
+    """raycollect can't work through Ray Client (ray://): it has no ObjectRef ids, and can't reach the participants."""
 
-    _message = "raycollect can't work through Ray Client (ray://): the driver must be a process of the cluster."
     cure = "run the script on a cluster node (ray job submit), with ray.init(address='auto')"
 
 
-@dataclass(eq=False, kw_only=True)
 class ChannelError(RaycollectError):
     """The control plane failed."""
 
     detail: str
     peer: str = ""
 
-    def _text(self) -> str:
-        return f"{self.peer}: {self.detail}" if self.peer else self.detail
+    def _where(self) -> str:
+        return self.peer
 
 
 class ProtocolError(ChannelError):
@@ -151,7 +141,6 @@ class ConnectionLostError(ChannelError):
     """The connection ended."""
 
 
-@dataclass(eq=False, kw_only=True)
 class HolderUnreachableError(ChannelError):
     """The process that holds a tensor could not be reached in time; it may be alive, and the tensor is unchanged.
 
@@ -169,12 +158,11 @@ class HolderUnreachableError(ChannelError):
         "the network between the hosts, or a holder that is stopped"
     )
 
-    def _text(self) -> str:
+    def _where(self) -> str:
         who = f"{self.actor} at {self.peer}" if self.actor else self.peer
-        return f"{self.op} of {self.ref}: can't reach {who}: {self.detail}"
+        return f"{self.op} of {self.ref}: can't reach {who}"
 
 
-@dataclass(eq=False, kw_only=True)
 class HandleError(RaycollectError, TypeError):
     """A handle was used as the value that it stands for; a TypeError as well."""
 
@@ -185,21 +173,18 @@ class HandleAttributeError(HandleError, AttributeError):
     """A handle has no such attribute, but its value may have it; an AttributeError as well."""
 
 
-@dataclass(eq=False, kw_only=True)
 class BatchError(RaycollectError):
     """A batch, or a result of one of its calls, was used where it can't be; nothing was sent because of it."""
 
     detail: str
 
 
-@dataclass(eq=False, kw_only=True)
 class CaptureError(RaycollectError):
     """A captured step, or a placeholder in it, was used where it can't be; nothing ran because of it."""
 
     detail: str
 
 
-@dataclass(eq=False, kw_only=True)
 class TracedValueError(CaptureError):
     """A step's function used a placeholder as a value while the function was traced; nothing ran.
 
@@ -225,7 +210,6 @@ class TracedValueError(CaptureError):
         return f"do it in a method of an actor, or before the call; or make {static}: {then}"
 
 
-@dataclass(eq=False, kw_only=True)
 class UnrecordableCallError(CaptureError):
     """A step can't record that call of Ray: a task, or the creation of an actor; nothing ran.
 
@@ -246,7 +230,6 @@ class UnrecordableCallError(CaptureError):
 _AGAIN = "capture the step again; or use raycollect.step, which records itself again"
 
 
-@dataclass(eq=False, kw_only=True)
 class CaptureBrokenError(CaptureError):
     """A captured step does not run again: a run of it failed before, or a group of it has changed; nothing was sent.
 
@@ -267,7 +250,6 @@ class CaptureBrokenError(CaptureError):
         return f"replace the lost member by group.replace(dead, new), and {_AGAIN}" if is_loss else self.cure
 
 
-@dataclass(eq=False, kw_only=True)
 class ReentrantCallError(RaycollectError):
     """A finalizer, or a signal handler, made a call during another call of its thread; nothing was sent."""
 
@@ -278,7 +260,6 @@ class ReentrantCallError(RaycollectError):
     )
 
 
-@dataclass(eq=False, kw_only=True)
 class RetryError(RaycollectError):
     """A collective can't be run again as it was; nothing was sent."""
 
@@ -287,21 +268,18 @@ class RetryError(RaycollectError):
     _message = "{self.op} can't be run again: {self.detail}"
 
 
-@dataclass(eq=False, kw_only=True)
 class TimelineError(RaycollectError):
     """A timeline can't be recorded or stopped here; an earlier recording continues."""
 
     detail: str
 
 
-@dataclass(eq=False, kw_only=True)
 class ProgressError(RaycollectError):
     """A progress bar can't be shown here; nothing was waited for because of it."""
 
     detail: str
 
 
-@dataclass(eq=False, kw_only=True)
 class StoreFullError(RaycollectError):
     """The Python Object Store can't take more than `limit` entries."""
 
@@ -312,7 +290,6 @@ class StoreFullError(RaycollectError):
     cure = "raycollect.free(refs) what is no longer used"
 
 
-@dataclass(eq=False, kw_only=True)
 class ArenaFullError(RaycollectError, MemoryError):
     """The shared memory of this process for tensors can't take more; a MemoryError as well.
 
@@ -337,7 +314,6 @@ class ArenaFullError(RaycollectError, MemoryError):
         return f"the arena has no room for {self.nbytes} bytes in one piece: {why}."
 
 
-@dataclass(eq=False, kw_only=True)
 class ResourceLimitError(RaycollectError):
     """A process has reached its limit of file descriptors or threads.
 
@@ -355,10 +331,10 @@ class ResourceLimitError(RaycollectError):
     rank: int = -1
     actor: str = ""
 
-    def _text(self) -> str:
+    def _where(self) -> str:
         whose = f"the process of{culprit(self.rank, self.actor).lstrip(',')}" if self.actor else "this process"
         limit = f", its limit is {self.limit}" if self.limit >= 0 else ""
-        return f"{whose} has no more {self.resource}{limit}: {self.detail}"
+        return f"{whose} has no more {self.resource}{limit}"
 
     def _advice(self) -> str:
         if self.resource == "threads":
@@ -373,7 +349,6 @@ def located(error: RaycollectError, rank: int, actor: str) -> RaycollectError:
     return error
 
 
-@dataclass(eq=False, kw_only=True)
 class InternalError(RaycollectError):
     """A bug of raycollect."""
 

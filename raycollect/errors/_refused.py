@@ -56,7 +56,6 @@ class Violation:
         return f"{text}, expected {self.expected}" if self.expected else text
 
 
-@dataclass(eq=False, kw_only=True)
 class RefusedError(RaycollectError):
     """The plan was refused before anything ran; tensors are untouched and the group stays usable.
 

@@ -48,7 +48,7 @@ from raycollect.group.communicator import GroupCommunicator
 from raycollect.group.coordinator_client import CAUSE_S, CHECK, ActiveCall, CommunicatorState, RankPosition
 from raycollect.group.group_member import GroupMember
 from raycollect.group.watchdog import Watchdog
-from raycollect.observe import Label, TracedGroup
+from raycollect.observe import Label, Ring, TracedGroup
 from raycollect.observe.trace import CALL
 
 _Result = TypeVar("_Result")
@@ -128,9 +128,13 @@ class MemberCommunicator(GroupCommunicator):
             return self._under_way(op, timeout_s, since_s, partial(self._attempt, attempt, object_to))
         finally:
             if ring is not None:
-                spec, rank = self._member.spec, self._member.rank
-                ring.groups.setdefault(spec.group_id, TracedGroup.of(spec, rank))
-                ring.ended(CALL, op, since_s, 0, Label(op, spec.group_id, rank, len(self.ranks)))
+                number = ring.label_of(partial(self._label, ring, op), self.ranks, op, self._member.spec.group_id)
+                ring.put(CALL, op, since_s, ring.clock(), 0, number)
+
+    def _label(self, ring: Ring, op: str) -> Label:
+        spec, rank = self._member.spec, self._member.rank
+        ring.groups.setdefault(spec.group_id, TracedGroup.of(spec, rank))
+        return Label(op, spec.group_id, rank, len(self.ranks))
 
     def confer(self, op: str, blob: bytes, timeout_s: float) -> Sequence[bytes]:
         """Exchanges a blob with all ranks, in rank order, without a backend's communicator; raises as `run`."""

@@ -19,12 +19,11 @@ from typing import Any
 
 from raycollect.core import files
 from raycollect.observe.summary import summarize
-from raycollect.observe.trace import PART, PLAN, RUN
-from raycollect.observe.whole import Missing, Process, Slice, TimelineTrace
+from raycollect.observe.trace import PART, PLAN, RUN, Label, Span
+from raycollect.observe.whole import Missing, Process, TimelineTrace
 
 FORMAT = 2
-_ARGS = ("seq", "op", "group_id", "rank", "ranks", "nbytes", "calls", "meeting", "error", "group", "backend")
-_DEFAULTS = Slice._field_defaults
+_DEFAULTS = {**Span._field_defaults, **Label._field_defaults}
 _PLANS = (PLAN, RUN)
 
 Event = dict[str, Any]
@@ -41,7 +40,7 @@ def document(trace: TimelineTrace) -> dict[str, Any]:
         facts = {name: getattr(rows.process, name) for name in ("name", "host", "pid", "uncertainty_s", "dropped")}
         processes.append({**facts, "ranks": list(map(list, rows.process.ranks)), "id": rows.pid})
     for rows in drawn:
-        events += [_event(slice_, rows.pid, tid, trace.began_s) for slice_, tid in rows.placed]
+        events += [_event(span, rows.pid, tid, trace.began_s) for span, tid in rows.placed]
     events += _flows(drawn, trace.began_s)
     return {
         "displayTimeUnit": "ms",
@@ -77,14 +76,14 @@ class _ProcessRows:
     process: Process
     pid: int  # its id in the file: processes of two hosts may have the same pid
     origin_s: float  # when the file's times begin
-    placed: list[tuple[Slice, int]] = field(default_factory=list)  # its spans, each with the id of its row
+    placed: list[tuple[Span, int]] = field(default_factory=list)  # its spans, each with the id of its row
     rows: dict[tuple[int, int], int] = field(default_factory=dict)  # (thread, number of the row) -> the id of the row
 
     def heads(self, tids: Iterator[int]) -> Iterator[Event]:
         yield self._named("process_name", 0, name=self.process.title)
         yield self._named("process_sort_index", 0, sort_index=self.pid)
-        by_row: dict[tuple[int, bool], list[Slice]] = defaultdict(list)
-        for span in self.process.slices:
+        by_row: dict[tuple[int, bool], list[Span]] = defaultdict(list)
+        for span in self.process.spans:
             by_row[span.thread, span.kind in _PLANS].append(span)
         # A plan ends on another thread than the one that sent it, so plans have rows of their own.
         plans = [span for (_, is_plan), some in by_row.items() if is_plan for span in some]
@@ -95,9 +94,9 @@ class _ProcessRows:
                 yield from self._place(some, thread, name, tids, nests=True)
 
     def _place(
-        self, slices: Sequence[Slice], thread: int, name: str, tids: Iterator[int], *, nests: bool
+        self, spans: Sequence[Span], thread: int, name: str, tids: Iterator[int], *, nests: bool
     ) -> Iterator[Event]:
-        for span, row in _rows(slices, self.origin_s, nests=nests):
+        for span, row in _rows(spans, self.origin_s, nests=nests):
             tid = self.rows.get((thread, row))
             if tid is None:
                 tid = self.rows[thread, row] = next(tids)
@@ -109,10 +108,10 @@ class _ProcessRows:
         return {"ph": "M", "name": what, "pid": self.pid, "tid": tid, "args": args}
 
 
-def _rows(slices: Sequence[Slice], origin_s: float, *, nests: bool) -> Iterator[tuple[Slice, int]]:
+def _rows(spans: Sequence[Span], origin_s: float, *, nests: bool) -> Iterator[tuple[Span, int]]:
     """Yields each span with the first row in which it nests in the open spans, or follows them."""
     open_: list[list[float]] = []  # by row, the ends of what is open, the innermost last
-    for span in sorted(slices, key=lambda span: (span.begin_s, -span.end_s)):
+    for span in sorted(spans, key=lambda span: (span.begin_s, -span.end_s)):
         begin, end = _us(span.begin_s, origin_s), _us(span.end_s, origin_s)
         for ends in open_:
             while ends and ends[-1] <= begin:
@@ -129,9 +128,9 @@ def _us(at_s: float, origin_s: float) -> float:
     return round(1e6 * (at_s - origin_s), 3)
 
 
-def _event(span: Slice, pid: int, tid: int, origin_s: float) -> Event:
+def _event(span: Span, pid: int, tid: int, origin_s: float) -> Event:
     begin_us = _us(span.begin_s, origin_s)
-    args = {name: value for name in _ARGS if (value := getattr(span, name)) != _DEFAULTS[name]}
+    args = {"seq": span.seq, **span.label._asdict(), "error": span.error, "group": span.group, "backend": span.backend}
     return {
         "ph": "X",
         "name": span.name if not span.error else f"{span.name} ({span.error})",
@@ -140,16 +139,16 @@ def _event(span: Slice, pid: int, tid: int, origin_s: float) -> Event:
         "dur": round(_us(span.end_s, origin_s) - begin_us, 3),
         "pid": pid,
         "tid": tid,
-        "args": args,
+        "args": {name: value for name, value in args.items() if value != _DEFAULTS[name]},
     }
 
 
 def _flows(drawn: Sequence[_ProcessRows], origin_s: float) -> Iterator[Event]:
     """Yields an arrow from each plan to the outermost span of each participant's part in it."""
-    parts: dict[tuple[str, int], list[tuple[Slice, int, int]]] = defaultdict(list)
+    parts: dict[tuple[str, int], list[tuple[Span, int, int]]] = defaultdict(list)
     for rows in drawn:
-        placed = [(part, tid) for part, tid in rows.placed if part.kind == PART and part.seq and not part.meeting]
-        first: dict[int, tuple[Slice, int]] = {}
+        placed = [(part, tid) for part, tid in rows.placed if part.kind == PART and part.seq and not part.label.meeting]
+        first: dict[int, tuple[Span, int]] = {}
         for part, tid in sorted(placed, key=lambda entry: (entry[0].begin_s, -entry[0].end_s)):
             first.setdefault(part.seq, (part, tid))
         for seq, (part, tid) in first.items():

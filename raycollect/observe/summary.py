@@ -205,19 +205,20 @@ def summarize(trace: TimelineTrace) -> Summary:
 
 def _gather(process: Process, calls: dict[_Meeting, _CollectiveCall], checks: dict[_Meeting, _Check]) -> None:
     pieces = Counter[tuple[str, str, int, str]]()
-    for span in process.slices:
-        leader = "" if span.meeting else process.leader
-        row = span.group, span.op, span.backend
-        if span.kind == CHECK and span.op:
-            check = checks.setdefault((leader, span.meeting, span.group_id, span.seq, 0), _Check(row, {}))
-            arrived_s, left_s = check.stays.get(span.rank, (span.begin_s, span.end_s))
-            check.stays[span.rank] = min(arrived_s, span.begin_s), max(left_s, span.end_s)
-        elif span.kind in (COLLECTIVE, KERNEL) and span.calls:
-            key = span.meeting, span.group_id, span.seq, span.op
-            place = (leader, span.meeting, f"{span.group_id} {span.op}", span.seq, pieces[key])
+    for span in process.spans:
+        op, group_id, rank, ranks, nbytes, count, meeting = span.label
+        leader = "" if meeting else process.leader
+        row = span.group, op, span.backend
+        if span.kind == CHECK and op:
+            check = checks.setdefault((leader, meeting, group_id, span.seq, 0), _Check(row, {}))
+            arrived_s, left_s = check.stays.get(rank, (span.begin_s, span.end_s))
+            check.stays[rank] = min(arrived_s, span.begin_s), max(left_s, span.end_s)
+        elif span.kind in (COLLECTIVE, KERNEL) and count:
+            key = meeting, group_id, span.seq, op
+            place = (leader, meeting, f"{group_id} {op}", span.seq, pieces[key])
             pieces[key] += 1
-            call = calls.setdefault(place, _CollectiveCall(row, span.ranks, span.calls, span.nbytes, []))
-            call.nbytes = max(call.nbytes, span.nbytes)
+            call = calls.setdefault(place, _CollectiveCall(row, ranks, count, nbytes, []))
+            call.nbytes = max(call.nbytes, nbytes)
             call.took_s.append(span.end_s - span.begin_s)
             call.has_failed = call.has_failed or bool(span.error)
 

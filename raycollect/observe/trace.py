@@ -66,6 +66,8 @@ class Span(NamedTuple):
     seq: int = 0  # the launch, or its plan's number; 0: none
     label: Label = NO_LABEL  # its other properties
     error: str = ""
+    group: str = ""  # the name of the label's group, and the backend; set in whole timelines
+    backend: str = ""
 
 
 class TracedGroup(NamedTuple):
@@ -126,7 +128,8 @@ class Ring:
         self.numbers: itertools.count[int] = itertools.count()
         self._threads: dict[int, str] = {}
         self._labels: dict[Label, int] = {NO_LABEL: 0}
-        self.labelled: dict[tuple[int, ...], tuple[object, int]] = {}  # ids -> these objects, their label
+        # The id of a recurring object -> the object, the others that its label depends on, the number of the label
+        self.labelled: dict[int, tuple[object, tuple[object, ...], int]] = {}
         self._lock = threading.Lock()
 
     def meet(self) -> int:
@@ -144,16 +147,18 @@ class Ring:
                 number = self._labels.setdefault(label, len(self._labels))
         return number
 
-    def label_of(self, make: Callable[[], Label], *things: object) -> int:
-        """Returns the number of the label of recurring objects; holds the objects, so that their ids stay unique."""
-        ids = tuple(map(id, things))
-        labelled = self.labelled.get(ids)
-        if labelled is not None:
-            return labelled[1]
+    def label_of(self, make: Callable[[], Label], thing: object, *others: object) -> int:
+        """Returns the number of the label of a recurring object; holds the object, so that its id stays unique.
+
+        The label may depend on other objects, too. `make` is called for a new object, or if the others have changed.
+        """
+        labelled = self.labelled.get(id(thing))
+        if labelled is not None and labelled[1] == others:
+            return labelled[2]
         if len(self.labelled) >= _MOST_LABELLED:
             self.labelled.clear()
         number = self.label(make())
-        self.labelled[ids] = things, number
+        self.labelled[id(thing)] = thing, others, number
         return number
 
     def add(

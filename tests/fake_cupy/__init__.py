@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from raycollect.backends import gpus, streams
-from raycollect.backends.nccl import ipc_driver
+from raycollect.backends import cuda_driver, gpus, streams
 
 from . import _functions, _nccl, _pointers, _runtime, _state, _streams, _world
 from ._machine import Machine
@@ -169,11 +168,11 @@ def installed(
     modules = _modules(cupy_version)
     before = {name: sys.modules.get(name) for name in modules}
     machine = Machine(devices, seed)
-    driver = {name: getattr(ipc_driver, name) for name in ("allocation", "process", "uuid_of")}
+    driver = {name: getattr(cuda_driver, name) for name in ("allocation", "process", "uuid_of")}
     nccl_read, gpus._read = gpus._read, None
-    ipc_driver.allocation = machine.heap.allocation
-    ipc_driver.process = lambda: machine.thread.process.to_bytes(20, "little")
-    ipc_driver.uuid_of = lambda device: machine.uuids.get(device, b"")
+    cuda_driver.allocation = machine.heap.allocation
+    cuda_driver.process = lambda: machine.thread.process.to_bytes(20, "little")
+    cuda_driver.uuid_of = lambda device: machine.uuids.get(device, b"")
     _state.install(machine)
     has_bytes = int(cupy_version.partition(".")[0]) >= 14
     _world.install(_world.World(machine, nccl_version, seed, has_bytes=has_bytes))
@@ -185,7 +184,7 @@ def installed(
         try:
             machine.close()
         finally:
-            ipc_driver.__dict__.update(driver)
+            cuda_driver.__dict__.update(driver)
             gpus._read = nccl_read
             _state.remove()
             _world.install(None)

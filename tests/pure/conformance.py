@@ -461,11 +461,11 @@ def body_arrive(communicator: Communicator, launch: Launch) -> list[bytes]:
     return run_launch(communicator, launch, arrival=bytes([communicator.rank]) * (communicator.rank * 1000))
 
 
-def body_peak(communicator: Communicator, launch: Launch, kind: OpKind, nbytes: int) -> int:
+def body_peak(communicator: Communicator, launch: Launch, kind: OpKind, nbytes: int, has_gaps: bool) -> int:
     """The memory that a kernel takes beside its arrays, at most."""
-    world, rank = communicator.world_size, communicator.rank
-    whole = np.ones(nbytes // 2, np.int16)
-    pieces = tuple(np.split(np.ones_like(whole), world))
+    world, rank, stride = communicator.world_size, communicator.rank, 1 + has_gaps
+    whole, other = (np.ones(nbytes // 4 // world * world * stride, np.int32)[::stride] for _ in range(2))
+    pieces = tuple(np.split(other, world))
     src, dst = {
         **dict.fromkeys((OpKind.ALLREDUCE, OpKind.SCAN, OpKind.EXSCAN), (whole, whole)),
         OpKind.REDUCE: (whole, whole if rank == 0 else None),
@@ -479,7 +479,7 @@ def body_peak(communicator: Communicator, launch: Launch, kind: OpKind, nbytes: 
     kernel = Kernel(kind=kind, src=src, dst=dst, op=ReduceOp.SUM, peer=0, most=pieces[0].size)
     tracemalloc.start()
     try:
-        communicator.launch(launch, (kernel,))
+        run_launch(communicator, launch, kernel)
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

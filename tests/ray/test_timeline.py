@@ -1,8 +1,10 @@
-"""`timeline` and `summary` over real participants: what is in the file, who is left out; what Ray's metrics get."""
+"""`timeline` and `summary` over real participants: what is in the file, who is left out; what Ray gets of counters."""
 
 from __future__ import annotations
 
 import json
+import re
+import urllib.request
 from collections import Counter
 
 import numpy as np
@@ -12,6 +14,7 @@ import ray
 import raycollect as col
 from raycollect.errors import KernelError, MismatchError
 from raycollect.member.runtime import this_runtime
+from raycollect.observe.metrics import METRICS
 from raycollect.observe.trace import CALL, CHECK, KERNEL, METHOD, PART, PLAN, RUN, STAGING
 from tests.faults import inject
 from tests.pure.observe.chrome_files import check
@@ -33,7 +36,7 @@ def none_left():
 
 
 def by_kind(process):
-    return Counter(one.kind for one in process.slices)
+    return Counter(one.kind for one in process.spans)
 
 
 def call_it(self):
@@ -76,11 +79,11 @@ def test_a_timeline_has_all_that_its_processes_did(actors, tmp_path):
         # a run of the step with a method is a part, and so is its plan; that of the other is one; so is the call's
         assert (found[PART], found[CALL], found[METHOD]) == (4 + 2 * 5 + 5 + 1, 1, 1 + 5 + 1)
         assert found[CHECK] >= 4 + 10 + 1
-        kernels = [each for each in one.slices if each.kind == KERNEL and each.calls]
-        assert {(each.group, each.backend, each.rank, each.ranks) for each in kernels} == {
+        kernels = [each for each in one.spans if each.kind == KERNEL and each.label.calls]
+        assert {(each.group, each.backend, each.label.rank, each.label.ranks) for each in kernels} == {
             ("default", "shm", one.ranks[0][1], 2)
         }
-        assert all(line.trace.began_s <= each.begin_s <= each.end_s <= line.trace.ended_s + 1 for each in one.slices)
+        assert all(line.trace.began_s <= each.begin_s <= each.end_s <= line.trace.ended_s + 1 for each in one.spans)
         assert "raycollect-capture" in set(one.threads.values())
     arrows = [one for one in document["traceEvents"] if one["ph"] == "f"]
     assert len(arrows) == 2 * 14, "from each plan and run to both ranks"
@@ -115,9 +118,9 @@ def test_waits_staging_and_failures_are_seen(actors):
         ray.get(workers[1].call.remote(inject.put, "after_kernel", "raise"))
         with pytest.raises(KernelError):
             col.allreduce_refs(refs)
-    slices = [one for process in line.trace.processes[1:] for one in process.slices]
+    slices = [one for process in line.trace.processes[1:] for one in process.spans]
     assert {one.name for one in slices if one.kind == STAGING} == {"pack", "unpack"}
-    plans = [(one.kind, one.error) for one in line.trace.processes[0].slices]
+    plans = [(one.kind, one.error) for one in line.trace.processes[0].spans]
     assert plans[0] == (PLAN, "")
     assert plans[1] == (PLAN, "MismatchError")
     assert "MismatchError" in {one.error for one in slices if one.kind == CHECK}
@@ -142,7 +145,7 @@ def test_timeline_names_dead_and_stopped_members_within_its_timeout(actors):
     assert "did not answer in time" in silent
     assert f"pid {pid}" in silent
     driver, living = line.trace.processes
-    assert (len(driver.slices), living.ranks) == (1, (("default", 2),))
+    assert (len(driver.spans), living.ranks) == (1, (("default", 2),))
     assert col.summary().missing == line.missing
 
 
@@ -156,29 +159,25 @@ def test_a_full_ring_says_what_it_has_lost(actors):
             col.allreduce_refs(refs)
     assert line.dropped > 0
     assert "were overwritten" in str(line.summary())
-    assert [len(one.slices) for one in line.trace.processes] == [4, 12, 12]
+    assert [len(one.spans) for one in line.trace.processes] == [4, 12, 12]
 
 
-def test_participants_hand_what_they_count_to_rays_metrics(actors):
-    """This Ray's metrics agent exports nothing here: what is seen is what its `Counter` is given."""
-    workers = actors(Worker, 2, runtime_env={"env_vars": {"RAYCOLLECT_METRICS": "1"}})
+def scraped():
+    """What Prometheus would get of the counters, summed over the processes: (name, group, operation) -> value."""
+    (node,) = ray.nodes()
+    with urllib.request.urlopen(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics") as page:
+        lines = re.findall(r"^ray_(raycollect_\w+)\{(.*)\} (\S+)$", page.read().decode(), re.MULTILINE)
+    totals = Counter()
+    for name, tags, value in lines:
+        tag = dict(re.findall(r'(\w+)="([^"]*)"', tags))
+        totals[name, tag["group"], tag["operation"]] += float(value)
+    return totals
+
+
+def test_what_participants_count_is_at_the_endpoint_of_rays_metrics(actors):
+    environment = {"RAYCOLLECT_METRICS": "1", "RAY_metrics_report_interval_ms": "1000"}
+    workers = actors(Worker, 2, runtime_env={"env_vars": environment})
     col.declare_collective_group(workers, group_name="counted")
-
-    def listen(self):
-        from ray.util.metrics import Counter as RaysCounter
-
-        self.given, real = Counter(), RaysCounter.inc
-
-        def inc(metric, value, tags):
-            real(metric, value, tags=tags)
-            self.given[metric.info["name"], tags["group"], tags["operation"]] += value
-
-        RaysCounter.inc = inc
-
-    def heard(self):
-        return self.given
-
-    ray.get([one.call.remote(listen) for one in workers])
     refs = [one.get_buffer.remote() for one in workers]
     for _ in range(3):
         col.allreduce_refs(refs, group_name="counted")
@@ -191,15 +190,15 @@ def test_participants_hand_what_they_count_to_rays_metrics(actors):
     with pytest.raises(KernelError):
         col.broadcast_refs(refs, group_name="counted")
 
-    def is_told(worker):
-        given = ray.get(worker.call.remote(heard))
-        told = {name: given[f"raycollect_{name}_total", "counted", "allreduce"] for name in ("calls", "bytes")}
-        times = [given[f"raycollect_{name}_total", "counted", "allreduce"] for name in ("seconds", "wait_seconds")]
-        failures = given["raycollect_failures_total", "counted", "broadcast"]
+    def is_there():
+        totals = scraped()
+        calls, nbytes, seconds, waits = (
+            totals[f"raycollect_{name}_total", "counted", "allreduce"]
+            for name in ("calls", "bytes", "seconds", "wait_seconds")
+        )
+        failures = totals["raycollect_failures_total", "counted", "broadcast"]
         # The root of the broadcast may have run all of it.
-        return told == {"calls": 5, "bytes": 5 * NBYTES} and min(times) > 0 and (failures or worker is workers[0])
+        return (calls, nbytes) == (10, 10 * NBYTES) and min(seconds, waits) > 0 and failures in (1, 2)
 
-    for worker in workers:
-        assert wait_until(lambda worker=worker: is_told(worker))
-    for one in workers:
-        ray.kill(one)  # its metrics are not as Ray's any more
+    assert wait_until(is_there, 60.0)
+    assert {name for name, *_ in scraped()} == set(METRICS)

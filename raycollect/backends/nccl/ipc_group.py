@@ -39,13 +39,13 @@ from typing import cast
 from raycollect.backends.device_arrays import DeviceArray
 from raycollect.backends.folds import refusal_reason
 from raycollect.backends.kernels import late
-from raycollect.backends.loans import Loans
 from raycollect.backends.nccl.ipc_fold import Folder
 from raycollect.backends.nccl.ipc_memory import LISTINGS, ExportedSpans, Exports, Imports, IpcListing
 from raycollect.backends.nccl.ipc_run import IpcKernel
 from raycollect.backends.nccl.on_gpu import OnGpu
 from raycollect.backends.shm.communicator import ShmCommunicator
 from raycollect.backends.shm.communicator import create as create_shm
+from raycollect.backends.shm.loans import Loans
 from raycollect.backends.shm.meeting import Meeting
 from raycollect.backends.streams import GroupStream, has_drained, on_device, wait
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp

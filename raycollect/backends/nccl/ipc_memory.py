@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from raycollect.backends.nccl import ipc_driver
+from raycollect.backends import cuda_driver
 from raycollect.backends.streams import on_device
 from raycollect.core.codec import Codec, Wire
 from raycollect.errors import InternalError
@@ -102,14 +102,14 @@ class Exports:
             (tuple(map(encode_span, exported.gives)), tuple(map(encode_span, exported.takes))) for exported in kernels
         )
         allocations = tuple((base, self._now[base]) for base in index)
-        return IpcListing(process=ipc_driver.process(), allocations=allocations, kernels=places)
+        return IpcListing(process=cuda_driver.process(), allocations=allocations, kernels=places)
 
     def _place(self, address: int, nbytes: int) -> int | None:
         # The start of the allocation; None if it has no handle.
         room = next(
             (candidate for candidate in self._rooms if candidate.ptr <= address < candidate.ptr + candidate.size), None
         )
-        allocation = ipc_driver.allocation(address) if room is None else (int(room.ptr), int(room.size))
+        allocation = cuda_driver.allocation(address) if room is None else (int(room.ptr), int(room.size))
         if allocation is None or address + nbytes > sum(allocation):
             return None
         base = allocation[0]
@@ -138,7 +138,7 @@ class Imports:
         return [tuple(self._kernels(listing)) for listing in listings]
 
     def _kernels(self, listing: IpcListing) -> Iterator[ExportedSpans]:
-        is_here = listing.process == ipc_driver.process()
+        is_here = listing.process == cuda_driver.process()
         starts = [base if is_here else self._open(handle) for base, handle in listing.allocations]
         for sides in listing.kernels:
             gives, takes = (

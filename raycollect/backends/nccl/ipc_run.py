@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from raycollect.backends.device_arrays import DeviceArray, bits_view
-from raycollect.backends.kernels import one_each, reduce_op
+from raycollect.backends.kernels import moved, one_each, reduce_op
 from raycollect.backends.nccl.ipc_fold import Folder
 from raycollect.backends.nccl.ipc_memory import ExportedSpans, Exports, Span
 from raycollect.backends.shm.in_place import root_of
@@ -67,7 +67,7 @@ class IpcKernel:
         if kind in _PIECES:
             gives = self._pieces(kernel.src) if is_root or kind is not OpKind.SCATTER else ()
         elif kind is OpKind.BROADCAST:
-            gives = (self._single_source(),) if is_root else ()
+            gives = (moved(kernel, is_root=True)[0],) if is_root else ()
         elif kind not in (OpKind.RECV, OpKind.BARRIER):
             gives = (kernel.src,)
         if kind is OpKind.ALLREDUCE or (kind is OpKind.REDUCE and is_root):
@@ -137,9 +137,8 @@ class IpcKernel:
         if kind in (OpKind.SEND, OpKind.BARRIER) or (kind is OpKind.GATHER and not is_root):
             return
         if kind is OpKind.BROADCAST:
-            source = self._single_source()
-            into = kernel.src if kernel.dst is None else kernel.dst
-            if not is_root or into.address != source.address:
+            source, into = moved(kernel, is_root=is_root)
+            if into is not None and (source is None or into.address != source.address):
                 self._copy(shown[self._root].gives[0], into)
         elif kind is OpKind.RECV:
             self._copy(shown[self._root].gives[0], kernel.dst)
@@ -155,10 +154,6 @@ class IpcKernel:
         for at, (exported, into) in enumerate(zip(shown, self._pieces(kernel.dst), strict=True)):
             if at != self._me or own.address != into.address:
                 self._copy(exported.gives[self._me if has_pieces else 0], into)
-
-    def _single_source(self) -> DeviceArray:
-        array: DeviceArray = self._kernel.dst if self._kernel.src is None else self._kernel.src
-        return array
 
     def _copy(self, source: Span, into: DeviceArray) -> None:
         if not into.nbytes and not source[1]:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from raycollect.backends.device_arrays import DeviceArray, cupy_view
-from raycollect.backends.kernels import chunks, clipped, one_each, reduce_op
+from raycollect.backends.kernels import chunks, clipped, moved, one_each, reduce_op
 from raycollect.backends.nccl.ops import BYTES, Reduction, combiner, fold, reduction_of
 from raycollect.backends.nccl.scripts import Script, ScriptBuilder, assign
 from raycollect.core.model import Kernel, OpKind, ReduceOp
@@ -163,15 +163,12 @@ class _Writer:
             self.scripts[-1].after.append(partial(assign, target, room))
 
     def broadcast(self, kernel: Kernel) -> None:
-        src = kernel.dst if kernel.src is None else kernel.src
-        dst = kernel.src if kernel.dst is None else kernel.dst
-        if self._rank == kernel.peer:
-            give, take = self._builder.both(src, dst) if dst is not src else (self._builder.read(src),) * 2
-        else:
+        src, dst = moved(kernel, is_root=self._rank == kernel.peer)
+        if src is None:
             give = take = self._builder.written(dst)
-        self._builder.call(
-            "broadcast", give, take, (src if self._rank == kernel.peer else dst).nbytes, BYTES, kernel.peer
-        )
+        else:
+            give, take = (self._builder.read(src),) * 2 if dst is None else self._builder.both(src, dst)
+        self._builder.call("broadcast", give, take, (dst if src is None else src).nbytes, BYTES, kernel.peer)
 
     def allgather(self, kernel: Kernel) -> None:
         # NCCL's if all pieces have one size, else a broadcast from each rank.

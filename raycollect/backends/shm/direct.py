@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from raycollect.backends import loans
 from raycollect.backends.arrays import Array, Flat, native
 from raycollect.backends.kernels import remembered
-from raycollect.backends.loans import Loans
+from raycollect.backends.shm import loans
 from raycollect.backends.shm.directory import CAPACITY, GIVES, STAGED, TAKES, ArrayDirectory, Listing, Places
 from raycollect.backends.shm.in_place import Blocks, InPlaceRun, root_of
+from raycollect.backends.shm.loans import Loans
 from raycollect.backends.shm.meeting import Meeting
 from raycollect.core.model import BufferRef, Kernel, Launch, OpKind, Segment
 from raycollect.core.protocols import SegmentSource

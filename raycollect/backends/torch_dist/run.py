@@ -13,7 +13,7 @@ import torch
 
 from raycollect.backends.arrays import Array, DeviceArray, Flat
 from raycollect.backends.folds import finish
-from raycollect.backends.kernels import chunks, clipped, metered, movement, one_each, reduce_op, reduction
+from raycollect.backends.kernels import chunks, clipped, metered, moved, movement, one_each, reduce_op, reduction
 from raycollect.backends.meshed import is_as_numpy
 from raycollect.backends.torch_dist.calls import Calls
 from raycollect.backends.torch_dist.group import c10d
@@ -205,21 +205,16 @@ class _DeviceRun(_Run):
             dst.write(*span, out[: (span[1] - span[0]) * dst.itemsize])
 
     def broadcast(self, kernel: Kernel) -> None:
-        src, dst = kernel.src, kernel.dst
-        if self._me == kernel.peer:
-            src, dst = (dst, None) if src is None else (src, None if dst is src else dst)
-        else:
-            src, dst = None, src if dst is None else dst
-        given, taken = None if src is None else DeviceRow(src), None if dst is None else DeviceRow(dst)
-        whole = given or taken
-        if whole is None:
-            raise InternalError(detail="a broadcast without an array")
+        read, written = moved(kernel, is_root=self._me == kernel.peer)
+        src, dst = None if read is None else DeviceRow(read), None if written is None else DeviceRow(written)
+        whole = src or dst
+        assert whole is not None  # `moved` gives one of them
         for lo, hi in self._chunks(whole.size, whole):
-            buffer = given.read(lo, hi) if given else whole.room(hi - lo)
+            buffer = src.read(lo, hi) if src else whole.room(hi - lo)
             options = self._calls.options(c10d.BroadcastOptions, root=kernel.peer)
             self._calls.do(self._torch.broadcast, [buffer], options)
-            if taken:
-                taken.write(lo, hi, buffer)
+            if dst:
+                dst.write(lo, hi, buffer)
 
     def allgather(self, kernel: Kernel) -> None:
         # Chunks are padded to the largest piece.

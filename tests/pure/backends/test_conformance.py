@@ -2,7 +2,7 @@
 
 Of the product kernel x dtype x reduce op x world x elements x root x layout x pieces x in place, a selection in which
 every two values meet, but for large arrays on many ranks; `tests/full` has the product. Local and shm live in threads
-here (each rank with a communicator of its own); `test_shm.py` runs shm in processes too.
+here (each rank with a communicator of its own); `test_chunks.py` runs them in processes too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from raycollect import backends
 from raycollect.backends import folds
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator, Joining
-from raycollect.errors import CollectiveTimeoutError, PlanAbortedError
+from raycollect.errors import CollectiveTimeoutError, PlanAbortedError, UnsupportedError
 from tests.pure.communicators import (
     MemoryExchange,
     MemoryRendezvous,
@@ -70,6 +70,9 @@ PARAMETERS = {
     "inplace": (False, True),
     "staged": (False, True),
 }
+MOST_BROUGHT = 1 << 20
+"""The longest arrival of any backend, in bytes."""
+
 MOST_OF_LARGE = 3
 """The largest world of the largest arrays."""
 
@@ -325,6 +328,20 @@ def test_a_refused_launch_gives_everyone_the_arrivals_and_the_next_one_works(tea
     for _ in range(50):
         assert team.must(body_refuse, team.launch()) == [[b"no"] * 3] * 3
     check_allreduce(team, ReduceOp.MAX, "int32", 1024, "plain", True)
+
+
+def body_bring_much(communicator: Communicator, launch: Launch) -> None:
+    run_launch(communicator, launch, arrival=b"x" * (MOST_BROUGHT + 1) * (communicator.rank == 1))
+
+
+def test_an_arrival_that_is_too_long_is_refused_and_the_others_go_on(team_of: TeamOf) -> None:
+    team = team_of(3)
+    if team.backend == "local":
+        pytest.skip("the test double of several local ranks has no limit")
+    results = team.run(body_bring_much, team.launch())
+    assert isinstance(results[1], UnsupportedError)
+    assert all(isinstance(results[rank], PlanAbortedError) and results[rank].rank != rank for rank in (0, 2))
+    check_allreduce(team, ReduceOp.SUM, "int64", 1024, "plain", True)
 
 
 def test_a_missing_rank_is_named_and_the_next_launch_works(team_of: TeamOf) -> None:

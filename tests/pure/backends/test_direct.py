@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from raycollect.backends.shm import direct, in_place
 from raycollect.backends.shm.staged import StagedKernels
 from raycollect.core.model import BufferRef, Kernel, OpKind, ReduceOp, Segment
 from raycollect.core.protocols import Communicator, SegmentSource
@@ -18,40 +16,15 @@ from raycollect.pos import tensors
 from raycollect.pos.segments import Segments
 from tests.pure.backends.in_place_kernels import body_allreduce, one_of_each, trio
 from tests.pure.communicators import ThreadTeam
-from tests.pure.conformance import Case, check_cases, every_case, run_launch
+from tests.pure.conformance import Case, check_cases, run_launch
 from tests.pure.watched import WAIT_S
 from tests.support.values import replace
 
 __all__ = ["trio"]  # a fixture
 
 
-@pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrays of any size are worked on in place, in blocks much smaller than most."""
-    monkeypatch.setattr(direct, "DIRECT_FROM_NBYTES", 1)
-    for name, nbytes in (("FOLD_NBYTES", 256), ("COPY_NBYTES", 512)):
-        monkeypatch.setattr(in_place, name, nbytes)
-
-
-def shared(cases: Iterable[Case]) -> list[Case]:
-    return [replace(case, layout="shared") for case in cases]
-
-
 def by_name(case: Case) -> str:
     return case.kind.value
-
-
-# ---------------------------------------------------------------------------------------------- results
-
-
-@pytest.mark.parametrize("staged", [False, True])
-@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(5, marks=pytest.mark.full)])
-@pytest.mark.usefixtures("small_blocks")
-def test_every_kernel_in_place(world: int, staged: bool) -> None:
-    team = ThreadTeam("shm", world)
-    for dtype in ("int16", "float64", "complex128", "bfloat16"):
-        check_cases(team, shared(every_case(dtype, world, (7, 1024))), staged=staged)
-    team.close()
 
 
 @pytest.mark.parametrize("case", one_of_each(), ids=by_name)

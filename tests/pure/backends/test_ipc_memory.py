@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raycollect.backends.nccl import ipc_driver
+from raycollect.backends import cuda_driver
 from raycollect.backends.nccl.ipc_memory import ExportedSpans, Exports, IpcListing
 from raycollect.core.model import Kernel, Launch, OpKind
 from raycollect.core.protocols import Communicator
@@ -87,7 +87,7 @@ def test_where_the_driver_can_not_be_asked_all_is_copied(
 ) -> None:
     """But rooms are allocations of their own, of which that is known."""
     fake, team = pair
-    monkeypatch.setattr(ipc_driver, "allocation", lambda pointer: None)
+    monkeypatch.setattr(cuda_driver, "allocation", lambda pointer: None)
 
     def body(communicator: Communicator, launch: Launch) -> list[int]:
         array = pending(np.full(500, communicator.rank + 1))

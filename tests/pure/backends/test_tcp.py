@@ -1,92 +1,23 @@
-"""What is tcp's own: bits and memory in chunks, and ends in mid-kernel."""
+"""What is tcp's own: ends in mid-kernel."""
 
 from __future__ import annotations
-
-import tracemalloc
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from raycollect.backends.tcp import run as _tcp_run
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
 from raycollect.errors import CollectiveTimeoutError, PlanAbortedError
 from tests.pure.backends.tcp_teams import team
-from tests.pure.communicators import ProcessTeam, ThreadTeam, Workers
+from tests.pure.communicators import ThreadTeam
 from tests.pure.conformance import (
-    body_peak,
     check_allreduce,
-    check_cases,
-    every_case,
     run_launch,
 )
 from tests.support.values import replace
 from tests.support.waiting import wait_until
 
 __all__ = ["team"]  # a fixture
-
-
-WHOLE, SLICED = ((1 << 30, 1 << 62),), ((1 << 30, -1),)
-
-
-@pytest.fixture(scope="module")
-def processes(workers: Workers) -> Iterator[ProcessTeam]:
-    """Three ranks that all tests of this file share."""
-    started = ProcessTeam("tcp", 3, workers(3))
-    yield started
-    started.close()
-
-
-# ------------------------------------------------------------------------------- bits, chunks, memory
-
-
-@pytest.mark.parametrize("nbytes", [256, pytest.param(4096, marks=pytest.mark.full)])
-@pytest.mark.parametrize("table", [WHOLE, SLICED])
-@pytest.mark.parametrize(
-    "world", [pytest.param(1, marks=pytest.mark.full), 2, 3, pytest.param(4, marks=pytest.mark.full)]
-)
-def test_every_kernel_in_many_chunks(monkeypatch: pytest.MonkeyPatch, world: int, nbytes: int, table: tuple) -> None:
-    """Both ways, and pieces that end in different chunks."""
-    monkeypatch.setattr(_tcp_run, "CHUNK_NBYTES", nbytes)
-    monkeypatch.setattr(_tcp_run, "WHOLE_UP_TO_NBYTES", table)
-    team = ThreadTeam("tcp", world)
-    for dtype in ("int16", "complex128"):
-        check_cases(team, list(every_case(dtype, world, (7, 500))))
-    team.close()
-
-
-def body_peak_with_gaps(communicator: Communicator, launch: Launch, nbytes: int) -> int:
-    """The memory that an allreduce of what is not contiguous takes beside it."""
-    array = np.ones(nbytes, np.int16)[::2]
-    tracemalloc.start()
-    try:
-        communicator.launch(launch, (Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM),))
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
-FOLDED_AND_MOVED = OpKind.ALLREDUCE, OpKind.REDUCESCATTER, OpKind.ALLGATHER, OpKind.ALLTOALL
-"""Each takes memory in a way of its own; the others are parts of these."""
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=[pytest.mark.full] * (kind not in FOLDED_AND_MOVED))
-        for kind in OpKind
-        if kind not in (OpKind.SEND, OpKind.RECV, OpKind.BARRIER)
-    ],
-)
-def test_extra_memory_is_bounded_by_chunks(processes: ProcessTeam, kind: OpKind) -> None:
-    nbytes = 12 * _tcp_run.CHUNK_NBYTES
-    assert max(processes.must(body_peak, processes.launch(timeout_s=60), kind, nbytes)) < 4 * _tcp_run.CHUNK_NBYTES
-    if kind is OpKind.ALLREDUCE:
-        assert (
-            max(processes.must(body_peak_with_gaps, processes.launch(timeout_s=60), nbytes))
-            < 6.5 * _tcp_run.CHUNK_NBYTES
-        )
 
 
 # ------------------------------------------------------------------------------- in mid-kernel

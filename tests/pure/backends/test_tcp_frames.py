@@ -14,12 +14,9 @@ import pytest
 from raycollect.backends.tcp import link as _tcp_link
 from raycollect.backends.tcp.link import TcpMesh
 from raycollect.backends.tcp.peer import ARRIVAL, DATA, FRAME_NBYTES, LEFT, FrameBatch
-from raycollect.core.model import Launch, ReduceOp
-from raycollect.core.protocols import Communicator
-from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, PlanAbortedError, UnsupportedError
+from raycollect.core.model import Launch
+from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, PlanAbortedError
 from tests.pure.backends.tcp_teams import team
-from tests.pure.communicators import ThreadTeam
-from tests.pure.conformance import check_allreduce, run_launch
 
 __all__ = ["team"]  # a fixture
 
@@ -165,15 +162,3 @@ def test_what_is_no_frame_ends_the_connection_and_the_group(line: tuple[TcpMesh,
     link.end(launch_of(1), False)
     with pytest.raises(GroupBrokenError, match="rank 1"):
         link.agree(launch_of(2), b"")
-
-
-def test_an_arrival_that_is_too_long_is_refused_and_the_others_go_on(team: ThreadTeam) -> None:
-    launch = team.launch()
-
-    def body(communicator: Communicator) -> list[bytes]:
-        return run_launch(communicator, launch, arrival=b"x" * ((FRAME_NBYTES + 1) * (communicator.rank == 1)))
-
-    results = team.run(body)
-    assert isinstance(results[1], UnsupportedError)
-    assert all(isinstance(results[rank], PlanAbortedError) and results[rank].rank != rank for rank in (0, 2))
-    check_allreduce(team, ReduceOp.SUM, "int64", 1024, "plain", True)

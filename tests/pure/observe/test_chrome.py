@@ -22,7 +22,7 @@ from raycollect.observe.trace import (
 )
 from raycollect.observe.whole import Missing
 from tests.pure.observe.chrome_files import check
-from tests.pure.observe.recorded import a_process, a_slice, a_trace, two_ranks
+from tests.pure.observe.recorded import a_process, a_span, a_trace, two_ranks
 
 
 def test_a_file_has_rows_spans_and_arrows() -> None:
@@ -47,23 +47,23 @@ def test_a_file_has_rows_spans_and_arrows() -> None:
     )
 )
 def test_spans_of_any_shape_never_overlap_in_part(given_: list[tuple[str, int, int, int]]) -> None:
-    slices = [a_slice(kind, at / 7, (at + length) / 7, thread) for kind, at, length, thread in given_]
-    events = check(chrome.document(a_trace(a_process("async", 10, slices, leads=True))))
-    assert len(events) == len(slices)
+    spans = [a_span(kind, at / 7, (at + length) / 7, thread) for kind, at, length, thread in given_]
+    events = check(chrome.document(a_trace(a_process("async", 10, spans, leads=True))))
+    assert len(events) == len(spans)
 
 
 def test_processes_of_two_hosts_with_one_pid_stay_apart() -> None:
-    slices = [a_slice(METHOD, 0, 1)]
-    document = chrome.document(a_trace(a_process("a", 7, slices), a_process("b", 7, slices)))
+    spans = [a_span(METHOD, 0, 1)]
+    document = chrome.document(a_trace(a_process("a", 7, spans), a_process("b", 7, spans)))
     events = check(document)
     assert len({event["pid"] for event in events}) == 2
     assert len({event["tid"] for event in events}) == 2
 
 
 def test_an_arrow_never_points_back_where_clocks_differ_a_little() -> None:
-    driver = a_process("driver", 10, [a_slice(PLAN, 5, 9, seq=1)], leads=True)
-    early = a_process("early", 20, [a_slice(PART, 4.9, 8, seq=1)])
-    before = a_process("before", 30, [a_slice(PART, 1, 2, seq=1)])
+    driver = a_process("driver", 10, [a_span(PLAN, 5, 9, seq=1)], leads=True)
+    early = a_process("early", 20, [a_span(PART, 4.9, 8, seq=1)])
+    before = a_process("before", 30, [a_span(PART, 1, 2, seq=1)])
     document = chrome.document(a_trace(driver, early, before))
     check(document)
     assert [event["pid"] for event in document["traceEvents"] if event["ph"] == "f"] == [2]
@@ -73,7 +73,7 @@ def test_an_arrow_never_points_back_where_clocks_differ_a_little() -> None:
 def test_a_file_says_who_is_missing_and_how_exact_it_is_and_has_the_summary(tmp_path: Path, name: str) -> None:
     gone = Missing(name="W2", host="h", pid=40, why="it did not answer in time")
     broken = a_process(
-        "W", 50, [a_slice(KERNEL, 1, 2, name="reduce", error="KernelError", rank=3)], dropped=5, uncertainty_s=0.25
+        "W", 50, [a_span(KERNEL, 1, 2, name="reduce", error="KernelError", rank=3)], dropped=5, uncertainty_s=0.25
     )
     trace = a_trace(*two_ranks().processes, broken, missing=(gone,))
     path = tmp_path / name

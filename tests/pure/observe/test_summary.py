@@ -13,7 +13,7 @@ from raycollect.observe.trace import (
     KERNEL,
 )
 from raycollect.observe.whole import Missing, Process
-from tests.pure.observe.recorded import OF_G, a_process, a_slice, a_trace, two_ranks
+from tests.pure.observe.recorded import OF_G, a_process, a_span, a_trace, two_ranks
 
 
 @pytest.mark.parametrize(
@@ -53,23 +53,23 @@ def test_a_row_says_what_its_calls_took_and_who_was_last() -> None:
 def test_the_rank_that_was_last_most_often_is_named() -> None:
     processes = []
     for rank in range(3):
-        slices = []
+        spans = []
         for seq in range(1, 11):
             came_ms = 10 * seq + (3 if rank == (2 if seq <= 7 else 0) else rank / 10)
             same = {**OF_G, "rank": rank, "seq": seq, "ranks": 3}
-            slices += [a_slice(CHECK, came_ms, 10 * seq + 5, **same)]
-            slices += [a_slice(KERNEL, 10 * seq + 5, 10 * seq + 6, calls=1, nbytes=1000, **same)]
-        processes.append(a_process(f"W{rank}", 20 + rank, slices))
+            spans += [a_span(CHECK, came_ms, 10 * seq + 5, **same)]
+            spans += [a_span(KERNEL, 10 * seq + 5, 10 * seq + 6, calls=1, nbytes=1000, **same)]
+        processes.append(a_process(f"W{rank}", 20 + rank, spans))
     (row,) = summarize(a_trace(*processes)).rows
     assert (row.last_rank, row.last_share) == (2, pytest.approx(0.7))
     assert row.bus_bandwidth == pytest.approx(row.algorithm_bandwidth * 4 / 3)
 
 
 def test_members_own_calls_and_those_of_another_controller_are_not_mixed() -> None:
-    slices = [a_slice(KERNEL, 1, 2, seq=1, calls=1, nbytes=8, rank=0, **OF_G)]
-    own = [a_slice(KERNEL, 3, 7, seq=1, calls=1, nbytes=8, rank=0, meeting="ab", **OF_G)]
-    other = Process(name="W", host="h", pid=3, leader="M", slices=tuple(slices))
-    (row,) = summarize(a_trace(a_process("W", 2, slices + own), other)).rows
+    spans = [a_span(KERNEL, 1, 2, seq=1, calls=1, nbytes=8, rank=0, **OF_G)]
+    own = [a_span(KERNEL, 3, 7, seq=1, calls=1, nbytes=8, rank=0, meeting="ab", **OF_G)]
+    other = Process(name="W", host="h", pid=3, leader="M", spans=tuple(spans))
+    (row,) = summarize(a_trace(a_process("W", 2, spans + own), other)).rows
     assert row.calls == 3
     assert row.p99_s == pytest.approx(0.004)
     assert (row.last_rank, row.waiting) == (-1, 0.0)
@@ -77,15 +77,15 @@ def test_members_own_calls_and_those_of_another_controller_are_not_mixed() -> No
 
 def test_batches_have_a_row_and_so_have_their_calls() -> None:
     batch = {**OF_G, "op": "batch"}
-    slices = [
-        a_slice(CHECK, 0, 1, seq=1, **batch),
-        a_slice(COLLECTIVE, 1, 9, seq=1, calls=1, nbytes=30, **batch),
-        a_slice(COLLECTIVE, 1, 4, seq=1, calls=2, nbytes=20, **OF_G),
-        a_slice(COLLECTIVE, 4, 6, seq=1, calls=3, nbytes=10, **OF_G),
-        a_slice(KERNEL, 1, 2, seq=1, nbytes=20, **OF_G),
-        a_slice(KERNEL, 6, 7, seq=1, calls=1, nbytes=10, error="KernelError", **OF_G),
+    spans = [
+        a_span(CHECK, 0, 1, seq=1, **batch),
+        a_span(COLLECTIVE, 1, 9, seq=1, calls=1, nbytes=30, **batch),
+        a_span(COLLECTIVE, 1, 4, seq=1, calls=2, nbytes=20, **OF_G),
+        a_span(COLLECTIVE, 4, 6, seq=1, calls=3, nbytes=10, **OF_G),
+        a_span(KERNEL, 1, 2, seq=1, nbytes=20, **OF_G),
+        a_span(KERNEL, 6, 7, seq=1, calls=1, nbytes=10, error="KernelError", **OF_G),
     ]
-    rows = {row.op: row for row in summarize(a_trace(a_process("W", 1, slices))).rows}
+    rows = {row.op: row for row in summarize(a_trace(a_process("W", 1, spans))).rows}
     assert (rows["batch"].calls, rows["batch"].nbytes, rows["batch"].bus_bandwidth) == (1, 30, 0.0)
     assert (rows["allreduce"].calls, rows["allreduce"].nbytes) == (5, 30)
     assert rows["allreduce"].waiting == 0.0

@@ -42,7 +42,7 @@ def test_what_comes_again_is_labelled_once_and_what_is_gone_gives_no_other_its_l
     numbers = {ring.label_of(lambda at=at: Label(op=f"op{at}"), object()) for at in range(3000)}  # type: ignore[misc]
     assert len(numbers) == 3000
     assert len(ring.labelled) <= 1024
-    assert all(tuple(map(id, things)) == ids for ids, (things, _) in ring.labelled.items())
+    assert all(id(thing) == key for key, (thing, *_) in ring.labelled.items())
     first, other = object(), object()
     number = ring.label_of(lambda: LABEL, first, other)
     assert ring.label_of(lambda: pytest.fail("it is known"), first, other) == number

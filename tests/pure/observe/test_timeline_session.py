@@ -117,7 +117,7 @@ def test_what_participants_record_comes_together(timelines: Timelines, begin: Ca
     ring = timelines.tracer.ring
     assert ring is not None
     ring.add(PLAN, "allreduce", line.began_s, time.monotonic(), 5, Label(op="allreduce", group_id="g1"))
-    assert [len(process.slices) for process in line.peek().processes] == [1, 2, 2], "which ends nothing"
+    assert [len(process.spans) for process in line.peek().processes] == [1, 2, 2], "which ends nothing"
     trace = line.end()
     assert line.end() is trace
     assert [(process.name, process.host, process.pid, process.leads) for process in trace.processes[1:]] == [
@@ -125,7 +125,7 @@ def test_what_participants_record_comes_together(timelines: Timelines, begin: Ca
         ("B", "10.0.0.2", 2, False),
     ]
     assert {process.leader for process in trace.processes} == {line.leader}
-    assert [len(process.slices) for process in trace.processes] == [1, 2, 2]
+    assert [len(process.spans) for process in trace.processes] == [1, 2, 2]
     assert (first.limit, trace.missing, first.ring) == (100, (), None)
     assert not any(isinstance(message, Tick) for message in first.heard), "it has the same clock"
     assert timelines.last is trace
@@ -147,7 +147,7 @@ def test_another_one_can_begin_where_a_signal_has_ended_the_end(
             line.end()
     assert timelines.running is None
     other = begin()
-    assert len(line.end().processes[1].slices) == 2, "nobody was asked yet"
+    assert len(line.end().processes[1].spans) == 2, "nobody was asked yet"
     assert timelines.running is other
     assert timelines.tracer.ring is not None
 
@@ -219,7 +219,7 @@ def test_the_clock_of_another_host_is_compared_at_both_ends(begin: Callable[...,
     after_s = time.monotonic()
     process = line.end().processes[1]
     assert 0 < process.uncertainty_s < 1
-    assert before_s - process.uncertainty_s <= process.slices[0].begin_s <= after_s + process.uncertainty_s
+    assert before_s - process.uncertainty_s <= process.spans[0].begin_s <= after_s + process.uncertainty_s
     assert sum(isinstance(message, Tick) for message in participant.heard) == 2 * timeline_session.ROUND_TRIPS
 
 
@@ -255,7 +255,7 @@ def test_who_is_given_back_has_told_what_it_recorded(begin: Callable[..., Timeli
     line.drain()  # as before Ray ends
     other.end()
     trace = line.end()
-    assert (trace.missing, [len(process.slices) for process in trace.processes[1:]]) == ((), [2, 2])
+    assert (trace.missing, [len(process.spans) for process in trace.processes[1:]]) == ((), [2, 2])
 
 
 def test_one_timeline_at_a_time(timelines: Timelines, begin: Callable[..., TimelineSession]) -> None:
