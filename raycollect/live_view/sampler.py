@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,13 +17,14 @@ from raycollect.live_view.frame import Frame, GroupFrame, OperationFrame, RankFr
 from raycollect.live_view.stream import Streams
 from raycollect.observe.summary import summarize
 from raycollect.observe.timeline_session import TimelineSession
-from raycollect.observe.whole import Process, Slice, TimelineTrace
+from raycollect.observe.trace import Span
+from raycollect.observe.whole import Process, TimelineTrace
 from raycollect.ray_bridge import ray_session
 
 FRESH_S = 0.4
 """A frame that is younger is given again, in seconds: several viewers cost no more than one."""
-ANSWER_S = 1.0
-"""How long a frame waits for the answers of participants, in seconds."""
+ANSWER_S = 0.5
+"""How long a frame waits for the answers of the members of a group, in seconds."""
 WINDOW_S = 5.0
 """The length of time that the operations of a frame summarize, in seconds."""
 MOST_SPANS = 4096
@@ -43,7 +43,7 @@ class Sampler:
         self._controller = controller
         self._recording = recording
         self._streams = Streams()
-        self._processes: dict[tuple[str, int], tuple[Process, deque[Slice]]] = {}
+        self._processes: dict[tuple[str, int], tuple[Process, deque[Span]]] = {}
         self._lock = threading.Lock()
         self._taken_s = -FRESH_S
         self._frame: Frame | None = None
@@ -58,10 +58,8 @@ class Sampler:
 
     def _take(self) -> Frame:
         groups = [Group(self._controller, *declared) for declared in self._controller.groups.declared()]
-        with ThreadPoolExecutor(max(len(groups), 1)) as pool:  # a group with a stopped member delays no other
-            answers = [pool.submit(group.status, ANSWER_S) for group in groups]
-            trace = self._recording.recent(ANSWER_S)
-            statuses = [answer.result() for answer in answers]
+        statuses = [group.status(ANSWER_S) for group in groups]
+        trace = self._recording.recent(ANSWER_S)
         now_s = trace.ended_s
         self._add(trace, now_s)
         hosts = {
@@ -81,15 +79,15 @@ class Sampler:
     def _add(self, trace: TimelineTrace, now_s: float) -> None:
         for process in trace.processes:
             key = process.host, process.pid
-            _, slices = self._processes.get(key, (process, deque[Slice](maxlen=MOST_SPANS)))
-            slices.extend(process.slices)
-            while slices and slices[0].end_s < now_s - WINDOW_S:
-                slices.popleft()
-            self._processes[key] = replace(process, slices=()), slices
-            self._streams.add(key, process.slices)
+            _, spans = self._processes.get(key, (process, deque[Span](maxlen=MOST_SPANS)))
+            spans.extend(process.spans)
+            while spans and spans[0].end_s < now_s - WINDOW_S:
+                spans.popleft()
+            self._processes[key] = replace(process, spans=()), spans
+            self._streams.add(key, process.spans)
 
     def _operations(self, now_s: float, hosts: dict[str, int]) -> tuple[OperationFrame, ...]:
-        processes = tuple(replace(process, slices=tuple(slices)) for process, slices in self._processes.values())
+        processes = tuple(replace(process, spans=tuple(spans)) for process, spans in self._processes.values())
         began_s = max(self._recording.began_s, now_s - WINDOW_S)
         summary = summarize(TimelineTrace(began_s=began_s, ended_s=now_s, processes=processes))
         duration_s = max(now_s - began_s, FRESH_S)

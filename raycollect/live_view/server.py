@@ -9,7 +9,6 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
-import threading
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
@@ -50,8 +49,7 @@ class PageServer:
         token = secrets.token_urlsafe(16)
         self._server = _HTTPServer((HOST, port), partial(_PageRequest, token, take, trace))
         self.link: str = f"http://{HOST}:{self._server.server_port}/{token}/"
-        self._thread = threading.Thread(target=self._server.serve_forever, name="raycollect-live", daemon=True)
-        self._thread.start()
+        self._thread = threads.start("raycollect-live", self._server.serve_forever)
 
     def close(self) -> None:
         """Ends it."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from raycollect.observe.trace import CALL, CHECK, KERNEL, METHOD, STAGING, WAIT
-from raycollect.observe.whole import Slice
+from raycollect.observe.trace import CALL, CHECK, KERNEL, METHOD, STAGING, WAIT, Span
 
 SLOT_S = 0.25
 """The length of a time slot, in seconds."""
@@ -36,7 +35,7 @@ class Streams:
     def __init__(self) -> None:
         self._slots: defaultdict[object, dict[int, dict[str, float]]] = defaultdict(dict)
 
-    def add(self, process: object, spans: Iterable[Slice]) -> None:
+    def add(self, process: object, spans: Iterable[Span]) -> None:
         """Adds spans of a process."""
         slots = self._slots[process]
         for span in spans:

@@ -15,6 +15,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, cast
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -33,6 +35,8 @@ from raycollect.group.bootstrap_store import DirectoryBulletin
 from raycollect.group.communicator import GroupCommunicator
 from raycollect.group.member_communicator import MemberCommunicator
 from raycollect.group.process_group import ProcessGroup
+from raycollect.live_view.frame import Frame
+from raycollect.live_view.server import PageServer
 from raycollect.member.lease import Lease
 from raycollect.member.participant import Participant
 from raycollect.member.wait_monitor import WaitMonitor
@@ -107,6 +111,28 @@ def test_an_end_that_fails_tells_the_other_why(rig: Rig, thread: str, at_server:
     assert other.startswith(f"the other end failed: taking in Done failed: {BOOM}")
     rig.connect(address, mine).send(Done(seq=2, ranks=[], error=None, story=[]))
     assert mine.messages.get(timeout=WAIT_S) == Done(seq=2, ranks=[], error=None, story=[])
+
+
+def test_a_frame_of_the_live_view_that_fails_is_answered_and_the_next_one_too() -> None:
+    frames = iter([RuntimeError(BOOM), Frame(at_s=0, host="", pid=1, program="", groups=(), operations=(), missing=())])
+
+    def take() -> Frame:
+        frame = next(frames)
+        if isinstance(frame, RuntimeError):
+            raise frame
+        return frame
+
+    server = PageServer(take, dict, 0)
+    assert "raycollect-live" in {thread.name for thread in threading.enumerate()}
+    try:
+        with pytest.raises(HTTPError) as failed:
+            urlopen(server.link + "frame.json", timeout=WAIT_S)
+        failed.value.close()
+        assert failed.value.code == 500
+        with urlopen(server.link + "frame.json", timeout=WAIT_S) as answer:
+            assert answer.status == 200
+    finally:
+        server.close()
 
 
 def test_a_request_that_fails_is_answered_and_the_next_one_too() -> None:

@@ -59,14 +59,6 @@ def test_a_page_of_another_site_gets_no_answer(server):
     assert get(server, root, Host="localhost:80")[0] == 200
 
 
-def test_a_frame_that_fails_is_a_server_error(caplog):
-    server = PageServer(lambda: 1 // 0, dict, 0)
-    try:
-        assert get(server, urlsplit(server.link).path + "frame.json")[0] == 500
-    finally:
-        server.close()
-
-
 def test_links_are_the_users_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert links.published() == {}

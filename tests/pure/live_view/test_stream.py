@@ -7,8 +7,7 @@ import random
 import pytest
 
 from raycollect.live_view.stream import ACTIVITIES, SLOT_S, SLOTS, Streams
-from raycollect.observe.trace import CALL, CHECK, COLLECTIVE, KERNEL, KINDS, METHOD, PART, WAIT
-from raycollect.observe.whole import Slice
+from raycollect.observe.trace import CALL, CHECK, COLLECTIVE, KERNEL, KINDS, METHOD, PART, WAIT, Span
 
 NOW_S = 1000.0
 
@@ -16,7 +15,7 @@ NOW_S = 1000.0
 def span(kind, begin, end):
     """A span between two time slots before now; slots count from 0 to `SLOTS`."""
     first_s = NOW_S - SLOTS * SLOT_S
-    return Slice(kind, "", first_s + begin * SLOT_S, first_s + end * SLOT_S, 1)
+    return Span(kind, "", first_s + begin * SLOT_S, first_s + end * SLOT_S, 1)
 
 
 def streamed(*spans):
