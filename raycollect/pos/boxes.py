@@ -37,7 +37,7 @@ def _view(array: Any, at: Sequence[int], size: Sequence[int]) -> Array:
     for lo, count, most in zip(at, size, array.shape, strict=True):
         if lo < 0 or count < 0 or lo + count > most:
             raise ValueError(f"{count} from {lo} on, of {most}")
-    return box_of(array, at, size)
+    return array if tuple(size) == array.shape else box_of(array, at, size)
 
 
 def located(arrays: Sequence[Array]) -> tuple[Segment, list[list[int]]] | None:

@@ -7,6 +7,7 @@ If both ends are on one machine, no bytes are sent: the holder describes their p
 that would write them; the client copies them once, and answers `Copied`. It has `lending_s` for that. The holder counts
 from its answer and the client from its request, so a client that finished in time has read valid data. A client that
 the system does not let read another process reads its arena instead; tensors outside the arena are copied to it first.
+Boxes of frozen values, which nobody writes, are lent until the client answers `Copied` or ends.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -67,7 +69,7 @@ LENDING_S, LENDING_RATE, LENDING_EACH_S = 5.0, 500e6, 1e-3
 MOST_TENSORS, FREED_AT_ONCE = 500_000, 8192
 """How many tensors a fetched value may have, and how many keys one message frees: messages are bounded."""
 
-_Lent = tuple[Segment, list[list[int]]] | None
+_Lent = tuple[Segment, list[list[int]], bool] | None  # the last item: whether the value is frozen
 _LENT = Codec[_Lent](_Lent, "place of boxes")
 
 
@@ -117,10 +119,20 @@ class _Clients:
         except BaseException:
             client.close()
             raise
-        self._give((address.host, address.port), client)
+        if not isinstance(result, Borrowed) or not result.is_lent:
+            self._give((address.host, address.port), client)
         if isinstance(result, RaycollectError):
             raise copy_error(result)
         return result
+
+    def give_back(self, address: Address, client: DataClient) -> None:
+        """Tells a holder that its memory is no longer read, and keeps the connection."""
+        try:
+            client.tell(Copied())
+        except ChannelError:  # the holder has ended
+            client.close()
+        else:
+            self._give((address.host, address.port), client)
 
     def _take(self, place: tuple[str, int]) -> DataClient | None:
         for entry in tuple(self._idle):
@@ -199,58 +211,83 @@ def _lent_or_sent(address: Address, requests: Sequence[Any], read: _Read, timeou
     raise ProtocolError(detail="the holder lends a value that it should send")
 
 
-def read(
+class Borrowed:
+    """Elements of boxes, which stay as they are until `close`; for one thread at a time.
+
+    Args:
+        elements: The elements of each box.
+        release: Ends the holder's promise not to write them; None: they are copies.
+
+    Attributes:
+        arrays: The elements of each box.
+        is_lent: Whether they lie in the holder's memory; they stay readable if the holder dies.
+    """
+
+    def __init__(self, elements: list[arrays.Array], release: Callable[[], None] | None = None) -> None:
+        self.arrays: list[arrays.Array] = elements
+        self.is_lent: bool = release is not None
+        self._release = release
+
+    def close(self) -> None:
+        """Gives the elements back. May be called twice."""
+        release, self._release = self._release, None
+        if release is not None:
+            release()
+
+
+def borrow(
     address: Address,
     key: Key,
     wanted: Sequence[boxes.Box],
-    take: Callable[[int, arrays.Array], None],
     *,
     actor: str,
     incarnation: str = "",
     timeout_s: float = 60.0,
-) -> None:
-    """Reads boxes of the tensors of a key, at most `boxes.MOST_BOXES`; raises as `fetch`. Any thread may call it.
+) -> Borrowed:
+    """Borrows boxes of the tensors of a key, at most `boxes.MOST_BOXES`; raises as `fetch`. Any thread may call it.
 
-    `take` is called with the index of each box in `wanted` and its elements, which are valid until it returns; a box
-    may be passed twice. On one machine the elements lie in the holder's memory, and the holder may write them if this
-    takes longer than `lending_s`.
+    Tensors of a frozen value in shared memory of this machine are lent, without a time limit. Others are copied.
     """
     plain = [box[:3] for box in wanted]
     local = _clients.local.get(address.secret)
     if local is not None:
-        with reading(local, key, limit_s=timeout_s) as held:
-            for at, view in enumerate(boxes.views([*map(arrays.memory, held.tensors)], plain)):
-                take(at, view)
-        return
+        with ExitStack() as claim:
+            held = claim.enter_context(reading(local, key, limit_s=timeout_s))
+            views = boxes.views([*map(arrays.memory, held.tensors)], plain)
+            if held.is_frozen:
+                return Borrowed(views, claim.pop_all().close)
+            return Borrowed([np.array(view) for view in views])
 
-    def take_all(client: DataClient, answer: Any, *_: Any) -> None:
-        _take(client, answer, wanted, take)
+    def take(client: DataClient, answer: Any, *_: Any) -> Borrowed:
+        return _take(client, answer, wanted, partial(_clients.give_back, address, client))
 
     with _answering("read", key, actor, incarnation):
         sent = Read(key=key, boxes=plain)
-        _lent_or_sent(address, (replace(sent, domain=memory_domain()), sent), take_all, timeout_s)
+        borrowed: Borrowed = _lent_or_sent(address, (replace(sent, domain=memory_domain()), sent), take, timeout_s)
+        return borrowed
 
 
 def _take(
-    client: DataClient, answer: Any, wanted: Sequence[boxes.Box], take: Callable[[int, arrays.Array], None]
-) -> None:
+    client: DataClient, answer: Any, wanted: Sequence[boxes.Box], give_back: Callable[[], None] = lambda: None
+) -> Borrowed:
     lent = _LENT.decode(_expect(answer, Fetched).description)
     if lent is not None:
-        segment, rows = lent
+        segment, rows, is_frozen = lent
         try:
             memory = Segments.current().open(segment)
         except (OSError, TypeError, ValueError) as exc:
             raise _OutOfReach from exc
-        for at, view in enumerate(boxes.mapped(memory, rows, wanted)):
-            take(at, view)
+        views = boxes.mapped(memory, rows, wanted)
+        if is_frozen:
+            return Borrowed(views, give_back)
+        copies = [np.array(view) for view in views]  # the holder may write them after `lending_s`
         client.tell(Copied())
-        return
-    for at, box in enumerate(wanted):
-        array = np.empty(box.size, box.dtype)
-        client.receive_blob(array.reshape(-1).view(np.uint8).data)
-        take(at, array)
+        return Borrowed(copies)
+    received = [np.empty(box.size, box.dtype) for box in wanted]
+    client.receive_blob(*(array.reshape(-1).view(np.uint8).data for array in received))
     if client.blob_left:
         raise ProtocolError(detail="the announced bytes are not those of the boxes")
+    return Borrowed(received)
 
 
 def free(address: Address, keys: list[Key], *, actor: str, incarnation: str = "") -> int:
@@ -406,16 +443,20 @@ def _serve_fetch(link: DataLink, store: Store, message: Fetch) -> None:
 
 
 def _serve_read(link: DataLink, store: Store, message: Read) -> None:
-    with reading(store, Key(message.key), link.has_ended) as held:
+    with ExitStack() as claim:
+        held = claim.enter_context(reading(store, Key(message.key), link.has_ended))
         views = boxes.views([*map(arrays.memory, held.tensors)], message.boxes)
         nbytes = sum(view.nbytes for view in views)
         lent = boxes.located(views) if message.domain == memory_domain() and nbytes >= LENT_FROM_NBYTES else None
         if lent is not None:
-            link.send(Fetched(description=_LENT.encode(lent)))
-            link.receive(lending_s(nbytes))  # `Copied`, or None: the client has ended, or is too slow
+            link.send(Fetched(description=_LENT.encode((*lent, held.is_frozen))))
+            # `Copied`, or None: the client has ended, or is too slow
+            link.receive(None if held.is_frozen else lending_s(nbytes))
             return
         blobs = [np.ascontiguousarray(view).reshape(-1).view(np.uint8).data for view in views]
-    link.send(Fetched(description=_LENT.encode(None), blob_nbytes=nbytes), blobs)
+        if not held.is_frozen:
+            claim.close()  # a slow reader blocks no plan
+        link.send(Fetched(description=_LENT.encode(None), blob_nbytes=nbytes), blobs)
 
 
 _ANSWERS: dict[type[Any], Callable[[DataLink, Store, Any], None]] = {

@@ -232,6 +232,14 @@ def show(actor: Any, subscription: str, rank: int, version: Version, limit_s: fl
         return _receiver(subscription, rank).show(version, limit_s)
 
 
+def release(actor: Any, subscription: str, rank: int) -> None:
+    """Calls `Receiver.release`, after an update that has failed."""
+    with _locked() as agents:
+        receiver = agents.receivers.get(subscription, {}).get(rank)
+    if receiver is not None:
+        receiver.release()
+
+
 def detach_receiver(actor: Any, subscription: str) -> None:
     """Undoes `attach_receiver`; the tensors keep their values."""
     with _locked() as agents:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from raycollect.channel import DataClient
 from raycollect.channel.messages import Look, Seen
@@ -339,9 +339,14 @@ def event_of(job: Job, rank: int, heard: Callable[[], RankEvent]) -> RankEvent:
         job.errors[rank] = strip_traceback(cause_of(exc))
         return RankFailed(rank)
     except ActorUnavailableError as exc:  # the actor may live and show its last version
-        what, _, _ = str(exc).partition("\n")
-        detail = f"Ray can't reach its actor, which may live: {what}"
-        job.errors[rank] = VersionError(name="", version=str(job.round.version), rank=rank, detail=detail)
-        return RankFailed(rank)
+        return _unheard(job, rank, "Ray can't reach its actor, which may live", exc)
     except RayActorError:
         return RankLost(rank)
+    except RayError as exc:
+        return _unheard(job, rank, "its answer is lost", exc)
+
+
+def _unheard(job: Job, rank: int, what: str, error: RayError) -> RankEvent:
+    detail = "{}: {}".format(what, str(error).partition("\n")[0])
+    job.errors[rank] = VersionError(name="", version=str(job.round.version), rank=rank, detail=detail)
+    return RankFailed(rank)

@@ -13,6 +13,7 @@ from typing import Any
 
 from raycollect.core.model import Key
 from raycollect.driver.operand_binding import ensure_ray
+from raycollect.driver.plan_tracker import retrieve_errors
 from raycollect.errors import (
     PushError,
     RaycollectError,
@@ -254,13 +255,18 @@ class Subscription:
         return holders
 
     def _for_rank(self, holders: Holders, rank: int) -> Holders:
-        """Orders the holders for a rank: receivers before the publisher, its host before others, others in rotation."""
+        """Orders the holders for a rank, in rotation: those of its host first, and the publisher's ranks last.
+
+        The publisher's ranks on its host are the first of all, as they lend their memory.
+        """
         at, here = rank % max(len(holders), 1), self._ranks.members[rank].machine
-        turned = sorted(
-            [*holders[at:], *holders[:at]], key=lambda pair: (pair[0].is_publisher, pair[0].member.machine != here)
-        )
-        receivers = [pair for pair in turned if not pair[0].is_publisher]
-        return receivers[:MOST_RECEIVERS] + turned[len(receivers) :]
+        lenders, receivers, others = list[Any](), list[Any](), list[Any]()
+        for record, places in [*holders[at:], *holders[:at]]:
+            is_near = record.member.machine == here
+            some = receivers if not record.is_publisher else lenders if is_near else others
+            some.append((record, places))
+        receivers.sort(key=lambda pair: pair[0].member.machine != here)
+        return lenders + receivers[:MOST_RECEIVERS] + others
 
     def _finish(self, job: Job, staged: Mapping[int, Landed], began_s: float, timeout_s: float) -> Receipt:
         """Returns the receipt of a round that has ended; raises as `update`."""
@@ -269,6 +275,8 @@ class Subscription:
             for key in {key for _, stale in staged.values() for key in stale}:
                 self._directory.drop_holder(version, key)
         if job.round.phase is not Phase.DONE:
+            for rank in range(len(self._ranks)):  # or holders would lend their memory until the next update
+                retrieve_errors([self._ranks.call(rank, agent.release, self._id, rank)])
             raise self._failure(job, timeout_s)
         before, self._version = self._version, version
         is_same_epoch = before is not None and before.epoch == version.epoch
@@ -413,11 +421,18 @@ class _Updates:
                 except VersionTimeoutError:
                     raise
                 except RaycollectError:
-                    newer = subscription._find("latest") if self._wanted == "latest" else todo[at]
-                    if newer <= todo[at]:
+                    newer = self._newer(subscription)
+                    if newer is None or newer <= todo[at]:
                         raise
                     again[at] = newer
         return again
+
+    def _newer(self, subscription: Subscription) -> Version | None:
+        """Returns the latest version if that was asked for; None if it can't be found."""
+        if self._wanted == "latest":
+            with suppress(RaycollectError):  # the caller has an error of its own
+                return subscription._find("latest")
+        return None
 
     def receipts(self) -> list[Receipt]:
         """Returns the receipts; raises the error of the only group, or a `PushError`."""
