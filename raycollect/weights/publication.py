@@ -160,9 +160,9 @@ class Publication(BoundToProcess):
     def stream(self, subscriptions: Sequence[Subscription] = (), *, version: int | None = None) -> Stream:
         """Begins a version that receivers read part by part, while other parts are still being computed.
 
-        The parts that `Stream.call` and `Stream.part` name are copied and digested at once, and the receivers read them
-        into their second set of tensors. `Stream.commit` puts the version and updates the receivers. No method sees any
-        of it before. Parts move while the driver is in one of these calls.
+        The parts that `Stream.call` and `Stream.part` name are copied and digested at once, and the receivers read them.
+        `Stream.commit` puts the version and updates the receivers. No method sees any of it before. Parts move while
+        the driver is in one of these calls.
 
         Args:
             subscriptions: Receiver groups that this process drives. Other groups get the version when it is put.

@@ -1,8 +1,8 @@
 """A put whose parts go to receivers while other parts are still being computed.
 
 A stream needs no more memory than a put. A part is copied into the publisher's copy of the version when it is sealed,
-and receivers read it from there into their second set of tensors. Only digests are queued in between. A receiver reads
-one batch of parts at a time: those that were sealed while it read the last batch.
+and receivers verify it there, or read it from another host. Only digests are queued in between. A receiver reads one
+batch of parts at a time: those that were sealed while it read the last batch.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ def subscribe(
         name: The name of the publication.
         dst_refs: One ref per rank, in the order of the layouts' ranks; updates write their tensors.
         layout: As in `publish`; floats are converted to the dtype that a layout asks for.
-        inplace: Saves the memory of a second set of tensors: an update writes the tensors themselves, between two
-            methods. From its beginning until an update has succeeded, the actors' methods raise a `VersionDirtyError`.
+        inplace: Saves the memory for what arrives from other hosts: an update writes the tensors themselves, between
+            two methods. From its beginning until an update has succeeded, the actors' methods raise a `VersionDirtyError`.
 
     Raises:
         LayoutError, UnsupportedError, ReadOnlyError, AliasError, RefusedError: As `publish`.
@@ -126,9 +126,9 @@ class Subscription:
     def update(self, version: int | Version | str = "latest", *, timeout_s: float = 60.0) -> Receipt:
         """Updates the group to a version: all of its living ranks, or none.
 
-        Each rank reads the parts that it lacks into a second set of tensors, from any process that holds the version,
-        while none of its methods runs, and recomputes the digests of the bytes that landed. When all ranks have
-        verified the version, each copies it into its tensors between two methods. A busy rank is waited for.
+        Each rank gets the parts that it lacks from any process that holds the version, while none of its methods runs,
+        and recomputes their digests. When all ranks have verified the version, each copies it into its tensors between
+        two methods. A busy rank is waited for.
 
         Args:
             version: A number of the newest publisher, a version that `put` returned, or ``"latest"``. If a later
