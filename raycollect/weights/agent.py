@@ -208,6 +208,28 @@ def stage(
         return receiver.stage(version, holders, timeout_s), receiver.stale_holders
 
 
+def update(
+    actor: Any, subscription: str, rank: int, version: Version, holders: Holders, timeout_s: float, until_s: float
+) -> tuple[RankReceipt, tuple[Key, ...], Key | None]:
+    """Calls `stage` and `show`, for the only rank of a receiver group, on the driver's host.
+
+    Args:
+        actor: The actor.
+        subscription: The subscription.
+        rank: The rank.
+        version: The version.
+        holders: Those that the rank may read from.
+        timeout_s: As in `stage`.
+        until_s: When the driver gives up, by `time.monotonic`; the version is not shown after that.
+
+    Returns:
+        The results of `stage` and of `show`.
+    """
+    receipt, stale = stage(actor, subscription, rank, version, holders, timeout_s)
+    left_s = until_s - time.monotonic()
+    return receipt, stale, show(actor, subscription, rank, version, left_s) if left_s > 0 else None
+
+
 def open_stream(actor: Any, subscription: str, rank: int, version: Version, among: Sequence[Atom]) -> None:
     """Calls `Receiver.open_stream`."""
     _receiver(subscription, rank).open_stream(version, among)

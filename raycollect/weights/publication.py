@@ -102,6 +102,7 @@ class Publication(BoundToProcess):
         self._places: dict[int, Atoms] = {}
         # The last version that was put; the last with a used number, even if its record is lost; the one before that
         self._last = self._used = self._before = Version(self.epoch, 0)
+        self._newest = self.epoch  # of all publishers, when the last put began
 
     def _check_free(self) -> None:
         """Raises if another living process publishes under this name."""
@@ -160,7 +161,7 @@ class Publication(BoundToProcess):
     def stream(self, subscriptions: Sequence[Subscription] = (), *, version: int | None = None) -> Stream:
         """Begins a version that receivers read part by part, while other parts are still being computed.
 
-        The parts that `Stream.call` and `Stream.part` name are copied and digested at once, and the receivers read them.
+        The parts that `Stream.call` and `Stream.part` name are copied and digested at once, and receivers read them.
         `Stream.commit` puts the version and updates the receivers. No method sees any of it before. Parts move while
         the driver is in one of these calls.
 
@@ -216,10 +217,11 @@ class Publication(BoundToProcess):
         return self._ranks.holder(rank, key, self._signature, is_publisher=True)
 
     def _forget_overwritten(self) -> None:
-        """Removes the version before the last: the next one overwrites it."""
+        """Removes the version before the last, which the actors drop, and looks for a later publisher."""
         before, self._before = self._before, Version(self.epoch, 0)
         if before.number:
             self._directory.forget(before)
+        self._newest = self._directory.epoch()
 
     def _finish(self, job: Job, timeout_s: float, keys: Mapping[int, Key], among: Sequence[Atom]) -> None:
         """Posts the version of a put that has ended; raises the errors of `put`."""
@@ -244,7 +246,7 @@ class Publication(BoundToProcess):
         return groups
 
     def _post(self, version: Version, keys: Mapping[int, Any]) -> None:
-        newest = self._directory.epoch()
+        newest = self._newest
         if newest > self.epoch:
             raise PublisherReplacedError(name=self.name, version=str(version), detail=f"epoch {newest} has begun")
         if newest < self.epoch:  # the directory was lost

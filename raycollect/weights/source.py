@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +25,9 @@ from raycollect.weights.protocol import Atom, Digests, Version
 
 WAIT_S = 60.0
 """How long an actor waits by default for readers of memory that is to be written, in seconds."""
+
+_THREADS, _THREAD_NBYTES = min(4, os.cpu_count() or 1), 8 << 20
+"""The most threads that copy a version, and the bytes from which on another one helps."""
 
 _NOTHING: Array = np.empty(0, np.uint8)
 """Stands for a tensor that is not sealed yet."""
@@ -205,27 +210,34 @@ class Source:
             if store.is_dirty(ranges):
                 dirty = Violation(kind="dirty", rank=self._side.rank, field="tensor", found="half-written")
                 raise refusal("put", "", (dirty,))
-            for at, some in of_tensor.items():
-                sealed |= self._copy_tensor(filling, at, some, live)
+            items = list(of_tensor.items())
+            count = min(_THREADS, 1 + self.nbytes(wanted) // _THREAD_NBYTES)
+            with ThreadPoolExecutor(count, "raycollect-copy") as threads:  # copies and digests hold no GIL
+                for copied in threads.map(lambda at: self._copy_tensors(filling, items[at::count], live), range(count)):
+                    sealed |= copied
         filling.slot.sealed.update(sealed)
         filling.slot.serve(store)
         return sealed
 
-    def _copy_tensor(self, filling: _Filling, at: int, some: Sequence[Atom], live: list[Array]) -> Digests:
-        """Copies the atoms of a tensor, unless the version before has the same bits."""
-        before, parts = filling.before, [(atom, filling.places[atom][0]) for atom in some]
-        if before is not None and all(
-            atom in before.sealed and digests.is_same(self._side.box(before.arrays, part), self._side.box(live, part))
-            for atom, part in parts
-        ):
-            filling.slot.arrays[at] = before.arrays[at]
-            return {atom: before.sealed[atom] for atom in some}
-        spare = self._spare.get(at)
-        filling.slot.arrays[at] = spare.pop() if spare else self._side.allocate_array(live[at])
-        return {
-            atom: digests.copied(self._side.box(filling.slot.arrays, part), self._side.box(live, part))
-            for atom, part in parts
-        }
+    def _copy_tensors(
+        self, filling: _Filling, tensors: Iterable[tuple[int, Sequence[Atom]]], live: list[Array]
+    ) -> dict[Atom, bytes]:
+        """Copies atoms, by tensor, unless the version before has the same bits of the tensor."""
+        before, sealed = filling.before, dict[Atom, bytes]()
+        for at, some in tensors:
+            boxes = [(atom, part, self._side.box(live, part)) for atom in some for part in filling.places[atom]]
+            if before is not None and all(
+                atom in before.sealed and digests.is_same(self._side.box(before.arrays, part), box)
+                for atom, part, box in boxes
+            ):
+                filling.slot.arrays[at] = before.arrays[at]
+                sealed |= {atom: before.sealed[atom] for atom in some}
+                continue
+            spare = self._spare.get(at)
+            filling.slot.arrays[at] = spare.pop() if spare else self._side.allocate_array(live[at])
+            for atom, part, box in boxes:
+                sealed[atom] = digests.copied(self._side.box(filling.slot.arrays, part), box)
+        return sealed
 
     def _wrong(self, version: Version, detail: str) -> VersionNotPutError:
         who = self._here.actor

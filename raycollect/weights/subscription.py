@@ -73,7 +73,7 @@ def subscribe(
         dst_refs: One ref per rank, in the order of the layouts' ranks; updates write their tensors.
         layout: As in `publish`; floats are converted to the dtype that a layout asks for.
         inplace: Saves the memory for what arrives from other hosts: an update writes the tensors themselves, between
-            two methods. From its beginning until an update has succeeded, the actors' methods raise a `VersionDirtyError`.
+            two methods. From its beginning until an update has succeeded, methods raise a `VersionDirtyError`.
 
     Raises:
         LayoutError, UnsupportedError, ReadOnlyError, AliasError, RefusedError: As `publish`.
@@ -215,14 +215,20 @@ class Subscription:
 
         def tell(what: Tell, rank: int) -> Any:
             if what is Tell.STAGE:
-                some = self._for_rank(holders, rank)
-                return self._ranks.call(rank, agent.stage, self._id, rank, version, some, left_s())
+                args = self._id, rank, version, self._for_rank(holders, rank), left_s()
+                if is_alone:
+                    return self._ranks.call(rank, agent.update, *args, time.monotonic() + left_s())
+                return self._ranks.call(rank, agent.stage, *args)
             return self._ranks.call(rank, agent.show, self._id, rank, replace(version, digests={}), left_s())
 
         def read(rank: int, answer: Any) -> RankEvent:
             if isinstance(answer, tuple):
-                staged[rank] = answer
-                return RankVerified(rank, answer[0].digests)
+                staged[rank] = answer[:2]
+                verified = RankVerified(rank, answer[0].digests)
+                if not is_alone:
+                    return verified
+                job.round, _ = protocol.advance(job.round, verified)
+                _, _, answer = answer
             if answer is None:  # another driver has staged something else
                 return RankFailed(rank)
             with suppress(VersionError):  # others will ask the publisher instead
@@ -231,8 +237,11 @@ class Subscription:
                 )
             return RankShown(rank)
 
+        # No other rank has to verify the version first; and the clock is the driver's
+        is_alone = len(self._ranks) == 1 and self._ranks.members[0].machine == ray_session.machine_id()
         begun, first = protocol.begin_update(version, len(self._ranks))
-        return Update(round=begun, tell=tell, read=read, errors={}), first, staged
+        job = Update(round=begun, tell=tell, read=read, errors={})
+        return job, first, staged
 
     def _holders(self, version: Version, records: Sequence[HolderRecord]) -> Holders:
         among = tuple(version.digests)

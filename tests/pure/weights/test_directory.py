@@ -181,6 +181,7 @@ def test_a_put_whose_record_may_be_there_is_not_put_again_under_its_number(make_
     pub._directory.keep_epoch(1, "p")
     pub._cut, pub._places = (frozenset(), ()), {}
     pub._last = pub._used = pub._before = Version(1, 0)
+    pub._newest = 1
     put = store.internal_kv_put
 
     def put_and_lose(key, *args, **kwargs):
