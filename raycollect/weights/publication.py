@@ -10,6 +10,8 @@ from math import prod
 from types import TracebackType
 from typing import Any
 
+from msgspec import structs
+
 from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.core.model import Key
 from raycollect.driver.operand_binding import ensure_ray
@@ -31,7 +33,7 @@ from raycollect.planner.layout import Layout
 from raycollect.planner.wording import counted
 from raycollect.ray_bridge import ray_actors, ray_cluster, ray_session
 from raycollect.weights import agent, atoms
-from raycollect.weights.directory import Atoms, HolderRecord, VersionDirectory, sweep
+from raycollect.weights.directory import Atoms, Holder, VersionDirectory, sweep
 from raycollect.weights.protocol import Atom, Phase, Version
 from raycollect.weights.ranks import ATTACH_S, Job, Ranks, why_over, wrong_name
 from raycollect.weights.receipts import Receipt
@@ -212,9 +214,9 @@ class Publication(BoundToProcess):
             self._places[rank] = atoms.held_places(self._ranks.layouts, rank, self._cut[1])
         return self._places[rank]
 
-    def _holder(self, rank: int, key: Key) -> HolderRecord:
+    def _holder(self, rank: int, key: Key) -> Holder:
         """Returns the record of a rank as a holder."""
-        return self._ranks.holder(rank, key, self._signature, is_publisher=True)
+        return structs.replace(self._ranks.members[rank], key=key, signature=self._signature)
 
     def _forget_overwritten(self) -> None:
         """Removes the version before the last, which the actors drop, and looks for a later publisher."""

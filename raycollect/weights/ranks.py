@@ -13,7 +13,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
 from raycollect.channel import DataClient
 from raycollect.channel.messages import Look, Seen
-from raycollect.core.model import TENSOR, Address, Key
+from raycollect.core.model import TENSOR, Address
 from raycollect.driver import held_values
 from raycollect.driver.plan_tracker import retrieve_errors
 from raycollect.driver.side_layouts import SideLayouts, held_tensors
@@ -42,7 +42,7 @@ from raycollect.ray_bridge import ray_actors, ray_session
 from raycollect.weights import agent, protocol
 from raycollect.weights.agent import Attached
 from raycollect.weights.atoms import Layouts
-from raycollect.weights.directory import HolderRecord, RankProcess
+from raycollect.weights.directory import Holder
 from raycollect.weights.protocol import RankEvent, RankFailed, RankLost, Tell, Version, VersionRound
 
 ATTACH_S = 60.0
@@ -80,7 +80,7 @@ class Ranks:
         self.handles: list[Handle] = [handles[rank] for rank in range(len(refs))]
         self.layouts: Layouts = _layouts(op, self.handles, given)
         self.actors: list[Any] = [self._actor(rank, handle) for rank, handle in enumerate(self.handles)]
-        self.members: list[RankProcess] = []  # their processes, from `attach` on
+        self.members: list[Holder] = []  # their processes, from `attach` on
         self.shown: list[Version | None] = []  # the versions that they showed then
 
     def __len__(self) -> int:
@@ -149,12 +149,6 @@ class Ranks:
         except RayActorError as exc:
             raise ActorGoneError(op=self.op, detail=str(exc).partition("\n")[0]) from exc
         return answers
-
-    def holder(self, rank: int, key: Key, signature: bytes, *, is_publisher: bool) -> HolderRecord:
-        """Returns the record of a rank as a holder of a version."""
-        return HolderRecord(
-            member=self.members[rank], key=key, signature=signature, rank=rank, is_publisher=is_publisher
-        )
 
     def late_error(self, name: str, job: Job, timeout_s: float, *, is_shown: bool = False) -> VersionTimeoutError:
         """Builds the error of a round for which ranks were late, with their reports."""

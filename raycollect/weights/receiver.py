@@ -27,7 +27,7 @@ from raycollect.pos import Container, Range, fetch
 from raycollect.pos.boxes import MOST_BOXES, Box
 from raycollect.weights import atoms, digests, protocol
 from raycollect.weights.atoms import AtomPart, Layouts
-from raycollect.weights.directory import Atoms, HolderRecord, Holders
+from raycollect.weights.directory import Atoms, Holder, Holders
 from raycollect.weights.local_side import LocalSide
 from raycollect.weights.protocol import Atom, Digests, RankState, Version
 from raycollect.weights.receipts import RankReceipt
@@ -322,8 +322,8 @@ class Receiver:
         del before
         return read, failures
 
-    def _requests(self, wanted: Sequence[Atom], holder: HolderRecord) -> list[list[Atom]]:
-        most_nbytes = READ_NBYTES if holder.member.machine != self._here.identity.machine or self.inplace else 1 << 62
+    def _requests(self, wanted: Sequence[Atom], holder: Holder) -> list[list[Atom]]:
+        most_nbytes = READ_NBYTES if holder.machine != self._here.identity.machine or self.inplace else 1 << 62
         requests: list[list[Atom]] = []
         nbytes = most_nbytes
         for atom in wanted:
@@ -338,16 +338,16 @@ class Receiver:
     def _read(
         self,
         version: Version,
-        holder: HolderRecord,
+        holder: Holder,
         places: Atoms,
         some: list[Atom],
         limit_s: float,
         live: list[Array],
     ) -> int:
         boxes = [Box(*places[atom], extent(atom[1]), version.dtypes[atom[0]]) for atom in some]
-        member, landed, read = holder.member, dict[Atom, bytes](), 0
+        landed, read = dict[Atom, bytes](), 0
         borrowed = fetch.borrow(
-            member.address, holder.key, boxes, actor=member.actor, incarnation=member.incarnation, timeout_s=limit_s
+            holder.address, holder.key, boxes, actor=holder.actor, incarnation=holder.incarnation, timeout_s=limit_s
         )
         try:
             for atom, array in zip(some, borrowed.arrays, strict=True):
@@ -370,13 +370,13 @@ class Receiver:
             raise VersionNotWholeError(name=self.name, detail=f"other bits than were put: {atoms.shown(wrong)}")
         return read
 
-    def _hold(self, holder: HolderRecord, borrowed: fetch.Borrowed, some: list[Atom], right: list[Atom]) -> None:
+    def _hold(self, holder: Holder, borrowed: fetch.Borrowed, some: list[Atom], right: list[Atom]) -> None:
         """Keeps verified atoms until methods see them."""
         elements = dict(zip(some, borrowed.arrays, strict=True))
         self._next |= {atom: elements[atom] for atom in right}
         if borrowed.is_lent:
             self._lent.append((borrowed, right))
-            self._mapped[holder.member.incarnation] = borrowed.arrays[0]
+            self._mapped[holder.incarnation] = borrowed.arrays[0]
             if self.state.is_open:
                 self._checked |= {atom: (holder.key, self.state.wanted[atom]) for atom in right}
 
@@ -395,9 +395,7 @@ class Receiver:
         self, version: Version, holders: Holders, failures: Mapping[Key, RaycollectError]
     ) -> VersionNotWholeError:
         missing = self.state.missing
-        tried = [
-            f"{holder.member.actor}: {brief(failures[holder.key])}" for holder, _ in holders if holder.key in failures
-        ]
+        tried = [f"{holder.actor}: {brief(failures[holder.key])}" for holder, _ in holders if holder.key in failures]
         detail = f"{len(missing)} of {len(self.state.wanted)} parts are missing, first {atoms.shown(missing[0])}: "
         detail += "; ".join(tried) or "it has no holders"
         who = self._here.actor

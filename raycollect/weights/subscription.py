@@ -11,6 +11,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+from msgspec import structs
+
 from raycollect.core.model import Key
 from raycollect.driver.operand_binding import ensure_ray
 from raycollect.driver.plan_tracker import retrieve_errors
@@ -33,7 +35,7 @@ from raycollect.errors.text import shown
 from raycollect.planner.layout import Layout
 from raycollect.ray_bridge import ray_session
 from raycollect.weights import agent, atoms, protocol
-from raycollect.weights.directory import HolderRecord, Holders, VersionDirectory
+from raycollect.weights.directory import Holder, Holders, VersionDirectory
 from raycollect.weights.protocol import (
     Atom,
     Digests,
@@ -207,7 +209,7 @@ class Subscription:
         return self._ranks.call(rank, agent.land, self._id, rank, version, part, holders, limit_s)
 
     def _job(
-        self, version: Version, records: Sequence[HolderRecord], left_s: Callable[[], float]
+        self, version: Version, records: Sequence[Holder], left_s: Callable[[], float]
     ) -> tuple[Update, Tell, dict[int, Landed]]:
         """Returns the round that updates the ranks to a version, its first action, and a dict for their answers."""
         holders = self._holders(version, records)
@@ -232,9 +234,8 @@ class Subscription:
             if answer is None:  # another driver has staged something else
                 return RankFailed(rank)
             with suppress(VersionError):  # others will ask the publisher instead
-                self._directory.post_holders(
-                    version, [self._ranks.holder(rank, answer, self._signature, is_publisher=False)]
-                )
+                holder = structs.replace(self._ranks.members[rank], key=answer, signature=self._signature)
+                self._directory.post_holders(version, [holder])
             return RankShown(rank)
 
         # No other rank has to verify the version first; and the clock is the driver's
@@ -243,7 +244,7 @@ class Subscription:
         job = Update(round=begun, tell=tell, read=read, errors={})
         return job, first, staged
 
-    def _holders(self, version: Version, records: Sequence[HolderRecord]) -> Holders:
+    def _holders(self, version: Version, records: Sequence[Holder]) -> Holders:
         among = tuple(version.digests)
         holders = []
         for record in records:
@@ -271,10 +272,10 @@ class Subscription:
         at, here = rank % max(len(holders), 1), self._ranks.members[rank].machine
         lenders, receivers, others = list[Any](), list[Any](), list[Any]()
         for record, places in [*holders[at:], *holders[:at]]:
-            is_near = record.member.machine == here
+            is_near = record.machine == here
             some = receivers if not record.is_publisher else lenders if is_near else others
             some.append((record, places))
-        receivers.sort(key=lambda pair: pair[0].member.machine != here)
+        receivers.sort(key=lambda pair: pair[0].machine != here)
         return lenders + receivers[:MOST_RECEIVERS] + others
 
     def _finish(self, job: Job, staged: Mapping[int, Landed], began_s: float, timeout_s: float) -> Receipt:
@@ -412,7 +413,7 @@ class _Updates:
 
     def _round(self, todo: Mapping[int, Version]) -> dict[int, Version]:
         """Updates groups to versions; returns newer versions to retry with, for groups whose version was replaced."""
-        records: dict[Version, list[HolderRecord]] = {}
+        records: dict[Version, list[Holder]] = {}
         jobs: dict[int, tuple[Update, Tell, dict[int, Landed]]] = {}
         for at, version in todo.items():
             with self.failing(at):

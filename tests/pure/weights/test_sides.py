@@ -272,7 +272,7 @@ def test_in_place_what_others_write_before_the_commit_is_not_shown(here):
 @pytest.fixture
 def held_here(here, monkeypatch):
     """What this process, as an actor, holds under `KEY`."""
-    monkeypatch.setattr(agent, "_member", lambda actor, op: HERE)
+    monkeypatch.setattr(agent, "_member", lambda actor, op, rank: HERE)
     here.methods.is_ordered = False
     held = tensors(0)
     here.store.put(KEY, Container.of(held, arrays.is_tensor))
