@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -420,6 +421,17 @@ def test_tensors_that_a_failed_collective_has_left_dirty_are_subscribed_and_over
     assert agent.show(None, "sub", 0, V1)
     assert here.store.statistics().dirty == 0
     assert (array == 1).all()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_only_rank_shows_at_once_and_not_after_the_drivers_time(here, held_here, is_late):
+    key, digests = source(here, tensors(1)).seal(V1, AMONG, b"1")
+    agent.attach_receiver(None, "policy", "sub", KEY, LAYOUTS, 0, False)
+    until_s = time.monotonic() + (-1 if is_late else 60)
+    receipt, _, served = agent.update(None, "sub", 0, replace(V1, digests=digests), [holder(key)], 1.0, until_s)
+    assert receipt.digests == digests
+    assert ((served is None), agent.shown("sub")[1]) == ((True, None) if is_late else (False, V1))
+    assert bool(held_here["a"].any()) is not is_late
 
 
 def test_a_side_of_which_one_rank_refuses_is_ended_on_all(monkeypatch):
