@@ -211,7 +211,7 @@ def stage(
 def update(
     actor: Any, subscription: str, rank: int, version: Version, holders: Holders, timeout_s: float, until_s: float
 ) -> tuple[RankReceipt, tuple[Key, ...], Key | None]:
-    """Calls `stage` and `show`, for the only rank of a receiver group, on the driver's host.
+    """Calls `Receiver.stage` and `Receiver.show` between two methods, for an only rank on the publisher's host.
 
     Args:
         actor: The actor.
@@ -225,41 +225,23 @@ def update(
     Returns:
         The results of `stage` and of `show`.
     """
-    receipt, stale = stage(actor, subscription, rank, version, holders, timeout_s)
-    left_s = until_s - time.monotonic()
-    return receipt, stale, show(actor, subscription, rank, version, left_s) if left_s > 0 else None
+    receiver = _receiver(subscription, rank)
+    with this_participant().methods.guard():
+        receipt = receiver.stage(version, holders, timeout_s)
+        left_s = until_s - time.monotonic()
+        key = receiver.show(version, left_s, is_fresh=True) if left_s > 0 else None
+    return receipt, receiver.stale_holders, key
 
 
-def open_stream(actor: Any, subscription: str, rank: int, version: Version, among: Sequence[Atom]) -> None:
-    """Calls `Receiver.open_stream`."""
-    _receiver(subscription, rank).open_stream(version, among)
-
-
-def land(
-    actor: Any,
-    subscription: str,
-    rank: int,
-    version: Version,
-    part: Digests,
-    holders: Holders,
-    limit_s: float,
-) -> int:
-    """Calls `Receiver.land`."""
-    return _receiver(subscription, rank).land(version, part, holders, limit_s)
+def receive(actor: Any, subscription: str, rank: int, method: str, *args: Any) -> Any:
+    """Calls `Receiver.open_stream`, `land` or `release`."""
+    return getattr(_receiver(subscription, rank), method)(*args)
 
 
 def show(actor: Any, subscription: str, rank: int, version: Version, limit_s: float = WAIT_S) -> Key | None:
     """Calls `Receiver.show`, between two methods."""
     with this_participant().methods.guard():
         return _receiver(subscription, rank).show(version, limit_s)
-
-
-def release(actor: Any, subscription: str, rank: int) -> None:
-    """Calls `Receiver.release`, after an update that has failed."""
-    with _locked() as agents:
-        receiver = agents.receivers.get(subscription, {}).get(rank)
-    if receiver is not None:
-        receiver.release()
 
 
 def detach_receiver(actor: Any, subscription: str) -> None:

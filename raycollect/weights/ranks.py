@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
 from raycollect.channel import DataClient
 from raycollect.channel.messages import Look, Seen
-from raycollect.core.model import TENSOR, Address
+from raycollect.core.model import TENSOR, Address, Key
 from raycollect.driver import held_values
 from raycollect.driver.plan_tracker import retrieve_errors
 from raycollect.driver.side_layouts import SideLayouts, held_tensors
@@ -44,6 +44,7 @@ from raycollect.weights.agent import Attached
 from raycollect.weights.atoms import Layouts
 from raycollect.weights.directory import Holder
 from raycollect.weights.protocol import RankEvent, RankFailed, RankLost, Tell, Version, VersionRound
+from raycollect.weights.receipts import RankReceipt
 
 ATTACH_S = 60.0
 """How long a rank may take to attach, in seconds."""
@@ -286,27 +287,29 @@ class Update(Job):
     Attributes:
         tell: Calls a rank, and returns the ref.
         read: Converts a rank's answer to an event, and stores its other contents.
+        staged: By rank, the receipt, and the keys of holders that did not have the version.
     """
 
     tell: Callable[[Tell, int], Any]
     read: Callable[[int, Any], RankEvent]
+    staged: dict[int, tuple[RankReceipt, tuple[Key, ...]]] = field(default_factory=dict)
 
     def heard(self, rank: int, ref: Any) -> RankEvent:
         """Returns the event of a rank's answer; raises the errors of `ray.get`."""
         return self.read(rank, ray.get(ref))
 
 
-def drive(jobs: Sequence[tuple[Update, Tell]], timeout_s: float, beside: Callable[[], None]) -> None:
-    """Drives rounds until all have ended or the time limit has passed; calls `beside` after the first calls."""
+def drive(jobs: Iterable[Update], timeout_s: float, beside: Callable[[], None]) -> None:
+    """Drives updates until all have ended or the time limit has passed; calls `beside` after the first calls."""
     until_s = time.monotonic() + timeout_s
     pending: dict[Any, tuple[Update, int]] = {}
-    for job, tell in jobs:
-        _tell(pending, job, tell)
+    for job in jobs:
+        _tell(pending, job, Tell.STAGE)
     beside()
     while pending:
         ready, _ = ray.wait(list(pending), timeout=max(until_s - time.monotonic(), 0.0))
         if not ready:
-            for job, _ in jobs:
+            for job in jobs:
                 job.end_late()
             break
         ready = ray.wait(list(pending), num_returns=len(pending), timeout=0)[0] or ready  # all of them in one pass

@@ -143,10 +143,10 @@ class Receiver:
         self._ahead += read
         return read
 
-    def show(self, version: Version, limit_s: float = WAIT_S) -> Key | None:
+    def show(self, version: Version, limit_s: float = WAIT_S, *, is_fresh: bool = False) -> Key | None:
         """Makes a version visible to methods, and serves it to others; returns None if it is incomplete here.
 
-        Only tensors whose bits differ are written.
+        Only tensors whose bits differ are written. `is_fresh`: nothing can have written them since `stage`.
 
         Raises:
             CollectiveTimeoutError: The time limit has passed, and others still read the tensors.
@@ -155,7 +155,7 @@ class Receiver:
         if self.inplace and self.state.staged == version:
             present = {**self.state.landed, **self._lying(version, live)}
             self.state = protocol.stage_in_place(self.state, version, self.state.wanted, present)
-        elif protocol.may_show(self.state, version):
+        elif not is_fresh and protocol.may_show(self.state, version):
             self._mend(version, limit_s, live)
         if not protocol.may_show(self.state, version):
             return None

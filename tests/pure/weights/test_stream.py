@@ -9,7 +9,7 @@ from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorErro
 
 from raycollect.errors import InvalidArgumentError, UnknownVersionError, VersionError, VersionNotWholeError
 from raycollect.weights import protocol, publication
-from raycollect.weights.protocol import Phase, RankFailed, RankLost, Tell, VersionRound
+from raycollect.weights.protocol import Phase, RankFailed, RankLost, VersionRound
 from raycollect.weights.publication import Publication
 from raycollect.weights.ranks import Job, Update, event_of
 from raycollect.weights.stream import Stream
@@ -44,7 +44,7 @@ def test_an_update_that_failed_raises_its_own_error_where_no_newer_version_can_b
         raise VersionNotWholeError(name="policy", detail="its own")
 
     sub = SimpleNamespace(_find=find, _finish=finish, _directory=SimpleNamespace(holders=lambda version: []))
-    sub._job = lambda *args: (Update(round=DONE, errors={}, tell=None, read=None), Tell.STAGE, {})
+    sub._job = lambda *args: Update(round=DONE, errors={}, tell=None, read=None)
     sub._directory.keep_layouts = lambda epoch: None
     sub.name = "policy"
     updates = _Updates([sub], "latest", 1.0, V1)
