@@ -27,8 +27,7 @@ from raycollect.backends import arrays
 from raycollect.channel import DataClient, DataLink
 from raycollect.channel.messages import Copied, Failed, Fetch, Fetched, Free, Freed, Look, Read, Seen
 from raycollect.core import sockets, threads
-from raycollect.core.codec import Codec
-from raycollect.core.model import Address, BufferRef, Key, Segment, TensorInfo
+from raycollect.core.model import Address, BufferRef, Key, TensorInfo
 from raycollect.core.shared_memory import memory_domain
 from raycollect.errors import (
     ChannelError,
@@ -43,6 +42,7 @@ from raycollect.errors import (
     to_wire,
 )
 from raycollect.pos import Store, boxes, description, tensors
+from raycollect.pos.boxes import LENT, Borrowed, OutOfReach
 from raycollect.pos.description import Description
 from raycollect.pos.held import find, reading, refused
 from raycollect.pos.process_memory import NO_FILE
@@ -69,9 +69,6 @@ LENDING_S, LENDING_RATE, LENDING_EACH_S = 5.0, 500e6, 1e-3
 MOST_TENSORS, FREED_AT_ONCE = 500_000, 8192
 """How many tensors a fetched value may have, and how many keys one message frees: messages are bounded."""
 
-_Lent = tuple[Segment, list[list[int]], bool] | None  # the last item: whether the value is frozen
-_LENT = Codec[_Lent](_Lent, "place of boxes")
-
 
 def lending_s(nbytes: int, count: int = 1) -> float:
     """How long a value of `nbytes` bytes and `count` tensors is lent, in seconds."""
@@ -83,10 +80,6 @@ _Read = Callable[[DataClient, Any, float, Any], Any]
 
 _Locate = Callable[[int, int], BufferRef | None]
 """Where a client finds bytes of this process, by their address and number."""
-
-
-class _OutOfReach(Exception):
-    """Memory of the holder could not be read, or not in time."""
 
 
 class _Clients:
@@ -206,33 +199,9 @@ def _lent_or_sent(address: Address, requests: Sequence[Any], read: _Read, timeou
     """Makes the first request, and each next one if what the holder lent is out of reach."""
     until_s = time.monotonic() + timeout_s
     for message in requests:
-        with suppress(_OutOfReach):
+        with suppress(OutOfReach):
             return _clients.request(address, message, until_s, read)
     raise ProtocolError(detail="the holder lends a value that it should send")
-
-
-class Borrowed:
-    """Elements of boxes, which stay as they are until `close`; for one thread at a time.
-
-    Args:
-        elements: The elements of each box.
-        release: Ends the holder's promise not to write them; None: they are copies.
-
-    Attributes:
-        arrays: The elements of each box.
-        is_lent: Whether they lie in the holder's memory; they stay readable if the holder dies.
-    """
-
-    def __init__(self, elements: list[arrays.Array], release: Callable[[], None] | None = None) -> None:
-        self.arrays: list[arrays.Array] = elements
-        self.is_lent: bool = release is not None
-        self._release = release
-
-    def close(self) -> None:
-        """Gives the elements back. May be called twice."""
-        release, self._release = self._release, None
-        if release is not None:
-            release()
 
 
 def borrow(
@@ -259,35 +228,13 @@ def borrow(
             return Borrowed([np.array(view) for view in views])
 
     def take(client: DataClient, answer: Any, *_: Any) -> Borrowed:
-        return _take(client, answer, wanted, partial(_clients.give_back, address, client))
+        description = _expect(answer, Fetched).description
+        return boxes.take(client, description, wanted, partial(_clients.give_back, address, client))
 
     with _answering("read", key, actor, incarnation):
         sent = Read(key=key, boxes=plain)
         borrowed: Borrowed = _lent_or_sent(address, (replace(sent, domain=memory_domain()), sent), take, timeout_s)
         return borrowed
-
-
-def _take(
-    client: DataClient, answer: Any, wanted: Sequence[boxes.Box], give_back: Callable[[], None] = lambda: None
-) -> Borrowed:
-    lent = _LENT.decode(_expect(answer, Fetched).description)
-    if lent is not None:
-        segment, rows, is_frozen = lent
-        try:
-            memory = Segments.current().open(segment)
-        except (OSError, TypeError, ValueError) as exc:
-            raise _OutOfReach from exc
-        views = boxes.mapped(memory, rows, wanted)
-        if is_frozen:
-            return Borrowed(views, give_back)
-        copies = [np.array(view) for view in views]  # the holder may write them after `lending_s`
-        client.tell(Copied())
-        return Borrowed(copies)
-    received = [np.empty(box.size, box.dtype) for box in wanted]
-    client.receive_blob(*(array.reshape(-1).view(np.uint8).data for array in received))
-    if client.blob_left:
-        raise ProtocolError(detail="the announced bytes are not those of the boxes")
-    return Borrowed(received)
 
 
 def free(address: Address, keys: list[Key], *, actor: str, incarnation: str = "") -> int:
@@ -329,9 +276,9 @@ def _read_value(client: DataClient, answer: Any, asked_s: float, request: Fetch)
         try:
             Segments.current().read(lent)
         except OSError as exc:
-            raise _OutOfReach from exc
+            raise OutOfReach from exc
         if time.monotonic() - asked_s > lending_s(sum(info.nbytes for info in described.infos), len(values)):
-            raise _OutOfReach
+            raise OutOfReach
         client.tell(Copied())
     restored = [arrays.restore(array, info.library) for array, info in zip(values, described.infos, strict=True)]
     return described.structure.build(restored)
@@ -449,14 +396,14 @@ def _serve_read(link: DataLink, store: Store, message: Read) -> None:
         nbytes = sum(view.nbytes for view in views)
         lent = boxes.located(views) if message.domain == memory_domain() and nbytes >= LENT_FROM_NBYTES else None
         if lent is not None:
-            link.send(Fetched(description=_LENT.encode((*lent, held.is_frozen))))
+            link.send(Fetched(description=LENT.encode((*lent, held.is_frozen))))
             # `Copied`, or None: the client has ended, or is too slow
             link.receive(None if held.is_frozen else lending_s(nbytes))
             return
         blobs = [np.ascontiguousarray(view).reshape(-1).view(np.uint8).data for view in views]
         if not held.is_frozen:
             claim.close()  # a slow reader blocks no plan
-        link.send(Fetched(description=_LENT.encode(None), blob_nbytes=nbytes), blobs)
+        link.send(Fetched(description=LENT.encode(None), blob_nbytes=nbytes), blobs)
 
 
 _ANSWERS: dict[type[Any], Callable[[DataLink, Store, Any], None]] = {

@@ -308,5 +308,5 @@ def _member(actor: Any, op: str, rank: int) -> Holder:
     if not member["ordered"]:
         actual = "async, threaded or with concurrency groups, so that its methods overlap"
         raise refusal(op, "", (Violation(kind="unsupported", field="actor", found=actual, actor=member["actor"]),))
-    known = {name: member[name] for name in ("address", "actor", "incarnation", "machine")}
-    return Holder(rank=rank, is_publisher=op == "publish", **known)
+    process = {name: member[name] for name in ("address", "actor", "incarnation", "machine")}
+    return Holder(rank=rank, is_publisher=op == "publish", **process)

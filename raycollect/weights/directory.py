@@ -81,6 +81,24 @@ _LAYOUTS = Codec[dict[str, bytes]](dict[str, bytes], "layouts")
 _VERSIONS = Codec[Any](GenericAlias(tuple, tuple(get_type_hints(Version).values())), "record of a version")
 
 
+MOST_RECEIVERS = 8
+"""How many receivers that hold a version a rank may ask before it asks publishers of other hosts."""
+
+
+def in_order(holders: Holders, rank: int, machine: str) -> Holders:
+    """Orders holders for a rank, in rotation.
+
+    First the publisher on its host, which lends its memory; then receivers, those of its host first; then publishers.
+    """
+    at = rank % max(len(holders), 1)
+    lenders, receivers, others = list[Any](), list[Any](), list[Any]()
+    for holder, atoms in [*holders[at:], *holders[:at]]:
+        some = receivers if not holder.is_publisher else lenders if holder.machine == machine else others
+        some.append((holder, atoms))
+    receivers.sort(key=lambda pair: pair[0].machine != machine)
+    return lenders + receivers[:MOST_RECEIVERS] + others
+
+
 class _Records:
     """The records in Ray's store whose keys begin with a prefix."""
 

@@ -24,7 +24,7 @@ from raycollect.errors import (
 from raycollect.member.participant import Participant
 from raycollect.planner.boxes import extent, moved, volume
 from raycollect.pos import Container, Range, fetch
-from raycollect.pos.boxes import MOST_BOXES, Box
+from raycollect.pos.boxes import MOST_BOXES, Borrowed, Box
 from raycollect.weights import atoms, digests, protocol
 from raycollect.weights.atoms import AtomPart, Layouts
 from raycollect.weights.directory import Atoms, Holder, Holders
@@ -78,7 +78,7 @@ class Receiver:
         self._marked: list[Range] = []  # the ranges that are dirty by an update in place
         self._ahead = 0  # bytes that were read for a stream
         self._next: dict[Atom, Array] = {}  # the verified elements of the next version
-        self._lent: list[tuple[fetch.Borrowed, list[Atom]]] = []  # those that holders lend
+        self._lent: list[tuple[Borrowed, list[Atom]]] = []  # those that holders lend
         self._checked: dict[Atom, tuple[Key, bytes]] = {}  # atoms of a stream that were verified in a holder's memory
         # The atoms that were written last: the digest in the version, and those of the parts as they lie here
         self._written: dict[Atom, tuple[bytes, list[bytes]]] = {}
@@ -291,9 +291,9 @@ class Receiver:
     def _know(self, among: tuple[Atom, ...]) -> None:
         if self._among != among:
             self._among, self._parts = among, atoms.places(self._side.layouts, self._side.rank, among, whole=False)
-            for known in (self._next, self._written, self._checked):
-                for atom in known.keys() - self._parts.keys():
-                    del known[atom]
+            for by_atom in (self._next, self._written, self._checked):
+                for atom in by_atom.keys() - self._parts.keys():
+                    del by_atom[atom]
 
     def _read_missing(
         self, version: Version, holders: Holders, timeout_s: float, live: list[Array]
@@ -370,7 +370,7 @@ class Receiver:
             raise VersionNotWholeError(name=self.name, detail=f"other bits than were put: {atoms.shown(wrong)}")
         return read
 
-    def _hold(self, holder: Holder, borrowed: fetch.Borrowed, some: list[Atom], right: list[Atom]) -> None:
+    def _hold(self, holder: Holder, borrowed: Borrowed, some: list[Atom], right: list[Atom]) -> None:
         """Keeps verified atoms until methods see them."""
         elements = dict(zip(some, borrowed.arrays, strict=True))
         self._next |= {atom: elements[atom] for atom in right}

@@ -180,8 +180,8 @@ class Source:
         for slot in self._slots.values():
             slot.withdraw(self._here.store)
             for at, array in enumerate(slot.arrays):
-                spare, kept = self._spare.setdefault(at, []), [] if before is None else before.arrays[at : at + 1]
-                if array.size and not any(array is other for other in (*kept, *spare)):
+                spare, shared = self._spare.setdefault(at, []), [] if before is None else before.arrays[at : at + 1]
+                if array.size and not any(array is other for other in (*shared, *spare)):
                     spare.append(array)
         self._leave_to_readers()
         slot = _Slot([_NOTHING] * self._side.count)

@@ -34,7 +34,7 @@ from raycollect.errors.text import shown
 from raycollect.planner.layout import Layout
 from raycollect.ray_bridge import ray_session
 from raycollect.weights import agent, atoms, protocol
-from raycollect.weights.directory import Holder, Holders, VersionDirectory
+from raycollect.weights.directory import Holder, Holders, VersionDirectory, in_order
 from raycollect.weights.protocol import (
     Atom,
     Digests,
@@ -49,9 +49,6 @@ from raycollect.weights.protocol import (
 from raycollect.weights.ranks import ATTACH_S, Job, Ranks, Update, drive, why_over, wrong_name
 from raycollect.weights.receipts import Receipt
 from raycollect.weights.turns import Turns
-
-MOST_RECEIVERS = 8
-"""How many receivers that hold a version a rank may ask before it asks the publisher."""
 
 
 def subscribe(
@@ -210,7 +207,7 @@ class Subscription:
 
         def tell(what: Tell, rank: int) -> Any:
             if what is Tell.STAGE:
-                args = self._id, rank, version, self._for_rank(holders, rank), left_s()
+                args = self._id, rank, version, in_order(holders, rank, self._ranks.members[rank].machine), left_s()
                 if is_alone:
                     return self._ranks.call(rank, agent.update, *args, time.monotonic() + left_s())
                 return self._ranks.call(rank, agent.stage, *args)
@@ -259,20 +256,6 @@ class Subscription:
                 )
             holders.append((record, cached[1]))
         return holders
-
-    def _for_rank(self, holders: Holders, rank: int) -> Holders:
-        """Orders the holders for a rank, in rotation: those of its host first, and the publisher's ranks last.
-
-        The publisher's ranks on its host are the first of all, as they lend their memory.
-        """
-        at, here = rank % max(len(holders), 1), self._ranks.members[rank].machine
-        lenders, receivers, others = list[Any](), list[Any](), list[Any]()
-        for record, places in [*holders[at:], *holders[:at]]:
-            is_near = record.machine == here
-            some = receivers if not record.is_publisher else lenders if is_near else others
-            some.append((record, places))
-        receivers.sort(key=lambda pair: pair[0].machine != here)
-        return lenders + receivers[:MOST_RECEIVERS] + others
 
     def _finish(self, job: Update, began_s: float, timeout_s: float) -> Receipt:
         """Returns the receipt of a round that has ended; raises as `update`."""

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from raycollect.backends import arrays
-from raycollect.channel.messages import Copied, Fetched, Read
+from raycollect.channel.messages import Copied, Read
 from raycollect.core.model import Address, Key
 from raycollect.core.shared_memory import memory_domain
 from raycollect.errors import ProtocolError, TensorFreedError, UnsupportedError, from_wire
 from raycollect.pos import Store, fetch, tensors
-from raycollect.pos.boxes import Box, mapped
-from raycollect.pos.fetch import _LENT, LENT_FROM_NBYTES, Borrowed, _take, serve
+from raycollect.pos.boxes import LENT, Borrowed, Box, mapped, take
+from raycollect.pos.fetch import LENT_FROM_NBYTES, serve
 from tests.pure.fleet import contain
 from tests.pure.pos.wire import Wire
 from tests.pure.watched import WAIT_S, WatchedCondition
@@ -37,7 +37,7 @@ def _read(values: list[Any], boxes: list[Box], domain: str, *, is_frozen: bool =
     store.put(KEY, dataclasses.replace(contain(values), is_frozen=is_frozen))
     serve(wire, store)  # type: ignore[arg-type]
     (answer,) = wire.answers
-    return answer, _take(wire, answer, boxes, lambda: wire.tell(Copied())), wire  # type: ignore[arg-type]
+    return answer, take(wire, answer.description, boxes, lambda: wire.tell(Copied())), wire  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
@@ -51,7 +51,7 @@ def test_boxes_arrive_as_they_were(make: Any, is_near: bool, is_frozen: bool) ->
     np.testing.assert_array_equal(borrowed.arrays[0], expected)
     np.testing.assert_array_equal(borrowed.arrays[1], line[3:5])
     is_near = is_near and make is tensors.array
-    assert (_LENT.decode(answer.description) is not None) is is_near
+    assert (LENT.decode(answer.description) is not None) is is_near
     assert borrowed.is_lent is (is_near and is_frozen)
     whole[...] = 0
     assert np.array_equal(borrowed.arrays[0], expected) is not borrowed.is_lent
@@ -103,11 +103,7 @@ def test_more_bytes_than_asked_for_are_refused() -> None:
     wire = Client()
     wire.blob = bytes(24)
     with pytest.raises(ProtocolError, match="the announced bytes"):
-        _take(
-            wire,
-            Fetched(description=_LENT.encode(None), blob_nbytes=24),
-            [Box(0, (0,), (2,), "float64")],
-        )  # type: ignore[arg-type]
+        take(wire, LENT.encode(None), [Box(0, (0,), (2,), "float64")], lambda: None)  # type: ignore[arg-type]
 
 
 def test_what_was_freed_while_a_reader_of_its_own_process_waited_is_not_read() -> None:
