@@ -315,7 +315,8 @@ def drive(jobs: Iterable[Update], timeout_s: float, beside: Callable[[], None]) 
         ready = ray.wait(list(pending), num_returns=len(pending), timeout=0)[0] or ready  # all of them in one pass
         for ref in ready:
             job, rank = pending.pop(ref)
-            job.round, following = protocol.advance(job.round, event_of(job, rank, partial(job.heard, rank, ref)))
+            event = event_of(job, rank, partial(job.heard, rank, ref))
+            job.round, following = protocol.advance(job.round, event)
             if following is not None:
                 _tell(pending, job, following)
         retrieve_errors(ref for ref, (job, _) in pending.items() if job.round.is_over)
