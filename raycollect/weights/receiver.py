@@ -33,8 +33,8 @@ from raycollect.weights.protocol import Atom, Digests, RankState, Version
 from raycollect.weights.receipts import RankReceipt
 from raycollect.weights.source import WAIT_S, ServedArrays
 
-HOLDER_S = 5.0
-"""How long to wait for a holder while other holders remain, in seconds."""
+HOLDER_S, LENDER_S = 5.0, 1.0
+"""How long to wait for a holder while other holders remain, and for one that only has to lend, in seconds."""
 
 READ_NBYTES = 64 << 20
 """The most bytes of one request, but at least an atom. Over the network they are in memory twice."""
@@ -312,7 +312,8 @@ class Receiver:
             for at, (holder, places) in enumerate(holders):
                 mine = [atom for atom in self.state.missing if atom in places]
                 left_s = until_s - time.monotonic()
-                limit_s = left_s if at == len(holders) - 1 else min(left_s, HOLDER_S)
+                is_near = holder.is_publisher and holder.machine == self._here.identity.machine
+                limit_s = left_s if at == len(holders) - 1 else min(left_s, LENDER_S if is_near else HOLDER_S)
                 for some in self._requests(mine, holder):
                     try:
                         read += self._read(version, holder, places, some, limit_s, live)
