@@ -61,6 +61,24 @@ def test_boxes_arrive_as_they_were(make: Any, is_near: bool, is_frozen: bool) ->
     assert wire.answers.count(Copied()) == is_near
 
 
+def test_clients_that_ask_for_the_same_boxes_are_told_the_same() -> None:
+    value, domain = tensors.array(np.zeros((ROWS, 12), np.float32)), memory_domain()
+    whole, half = [[(0, (0, 0), (rows, 12))] for rows in (ROWS, ROWS - 4)]
+    asked = [Read(key=KEY, boxes=some, domain=domain) for some in (whole, whole, half)]
+    store, wire = Store(), Client(*(message for read in asked for message in (read, Copied())))
+    store.put(KEY, dataclasses.replace(contain([value]), is_frozen=True))
+    serve(wire, store)  # type: ignore[arg-type]
+    first, again, other = (LENT.decode(answer.description) for answer in wire.answers)
+    assert first == again
+    assert first is not None
+    assert other == first  # it begins at the same place
+    store.free([KEY])
+    store.put(other_key := Key(bytes(27) + b"2"), contain([value]))
+    wire = Client(Read(key=other_key, boxes=whole, domain=domain))
+    serve(wire, store)  # type: ignore[arg-type]
+    assert LENT.decode(wire.answers[0].description) == (*first[:2], False)
+
+
 def test_what_a_process_borrows_of_itself_is_read_until_it_is_given_back() -> None:
     store, value, other = Store(), np.arange(4.0), Key(bytes(27) + b"1")
     store.put(KEY, dataclasses.replace(contain([value]), is_frozen=True))
