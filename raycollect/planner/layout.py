@@ -152,21 +152,30 @@ class Layout:
         _check_fit(self.shape, self.regions)
 
     @classmethod
-    def of_regions(cls, shape: Sequence[int], regions: Sequence[Region], *, dtype: Any = None) -> Layout:
+    def of_regions(
+        cls, shape: Sequence[int], regions: Sequence[Region], *, dtype: Any = None, world_size: int | None = None
+    ) -> Layout:
         """The layout with these regions, where no mesh describes it: strided heads, experts, uneven boxes.
 
-        The number of ranks is one more than the highest that is named, and that of addends likewise. `dtype` is as in
-        `layout`.
+        The number of ranks is `world_size`; None: one more than the highest rank that has a region. The number of
+        addends is one more than the highest. `dtype` is as in `layout`.
 
         Raises:
-            InvalidArgumentError: A region is not in the tensor, or `regions` is empty.
+            InvalidArgumentError: A region is not in the tensor, `regions` is empty, or `world_size` is too small.
         """
         given = items_of("regions", regions)
         if not given or not all(isinstance(region, Region) for region in given):
             refuse("regions", regions)
         rows = tuple(sorted(given, key=lambda region: (region.rank, region.box, region.at, region.part)))
         parts = 1 + max(region.part for region in rows)
-        table = Regions(1 + rows[-1].rank, parts, rows)
+        least = 1 + rows[-1].rank
+        try:
+            ranks = least if world_size is None else whole(world_size)
+        except (TypeError, ValueError):
+            ranks = -1
+        if ranks < least:
+            refuse("world_size", shown(world_size), f"at least {least}, as rank {least - 1} has a region")
+        table = Regions(ranks, parts, rows)
         return cls(shape=shape_of(shape), regions=table, said=f"{len(rows)} regions", **_dtype_fields(dtype))
 
     @property

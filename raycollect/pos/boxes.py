@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from raycollect.backends.arrays import Array, box_of
+from raycollect.channel import DataClient
+from raycollect.channel.messages import Copied
+from raycollect.core.codec import Codec
 from raycollect.core.model import Segment
 from raycollect.errors import ProtocolError
 from raycollect.pos.segments import Segments
@@ -25,6 +28,39 @@ class Box(NamedTuple):
     dtype: str
 
 
+class OutOfReach(Exception):
+    """Memory of the holder could not be read, or not in time."""
+
+
+_Lent = tuple[Segment, list[list[int]], bool] | None
+LENT = Codec[_Lent](_Lent, "place of boxes")
+"""Where lent boxes lie, as from `located`, and whether the value is frozen; None: the bytes follow."""
+
+
+class Borrowed:
+    """Elements of boxes, which stay as they are until `close`; for one thread at a time.
+
+    Args:
+        elements: The elements of each box.
+        release: Ends the holder's promise not to write them; None: they are copies.
+
+    Attributes:
+        arrays: The elements of each box.
+        is_lent: Whether they lie in the holder's memory; they stay readable if the holder dies.
+    """
+
+    def __init__(self, elements: list[Array], release: Callable[[], None] | None = None) -> None:
+        self.arrays: list[Array] = elements
+        self.is_lent: bool = release is not None
+        self._release = release
+
+    def close(self) -> None:
+        """Gives the elements back. May be called twice."""
+        release, self._release = self._release, None
+        if release is not None:
+            release()
+
+
 def views(arrays: Sequence[Any], boxes: Sequence[Any]) -> list[Array]:
     """The boxes as views; raises ProtocolError for boxes that are out of range."""
     try:
@@ -37,7 +73,7 @@ def _view(array: Any, at: Sequence[int], size: Sequence[int]) -> Array:
     for lo, count, most in zip(at, size, array.shape, strict=True):
         if lo < 0 or count < 0 or lo + count > most:
             raise ValueError(f"{count} from {lo} on, of {most}")
-    return box_of(array, at, size)
+    return array if tuple(size) == array.shape else box_of(array, at, size)
 
 
 def located(arrays: Sequence[Array]) -> tuple[Segment, list[list[int]]] | None:
@@ -68,3 +104,36 @@ def _mapped(memory: Array, offset: int, *strides: int, box: Box) -> Array:
         raise ValueError("negative offset or stride")
     view: Array = np.ndarray(box.size, dtype, memory.data, offset, strides)  # checks the range
     return view
+
+
+def take(client: DataClient, description: bytes, wanted: Sequence[Box], give_back: Callable[[], None]) -> Borrowed:
+    """Reads the answer to a request for boxes.
+
+    Args:
+        client: The connection.
+        description: That of the answer.
+        wanted: The boxes.
+        give_back: Called when boxes that the holder lends are closed.
+
+    Raises:
+        OutOfReach: This process can't map what the holder lends.
+        ProtocolError: The answer does not fit.
+    """
+    lent = LENT.decode(description)
+    if lent is not None:
+        segment, rows, is_frozen = lent
+        try:
+            memory = Segments.current().open(segment)
+        except (OSError, TypeError, ValueError) as exc:
+            raise OutOfReach from exc
+        views = mapped(memory, rows, wanted)
+        if is_frozen:
+            return Borrowed(views, give_back)
+        copies = [np.array(view) for view in views]  # the holder may write them after `lending_s`
+        client.tell(Copied())
+        return Borrowed(copies)
+    received = [np.empty(box.size, box.dtype) for box in wanted]
+    client.receive_blob(*(array.reshape(-1).view(np.uint8).data for array in received))
+    if client.blob_left:
+        raise ProtocolError(detail="the announced bytes are not those of the boxes")
+    return Borrowed(received)

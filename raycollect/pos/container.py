@@ -32,6 +32,8 @@ class Container:
     placements: tuple[tuple[int, Placement], ...] = ()
     # The tensors in the value, with DTensors instead of their local tensors. None: the value is the tensor
     leaves: tuple[Any, ...] | None = None
+    # Whether nobody writes the tensors while the key is held, or while they are read
+    is_frozen: bool = False
 
     @staticmethod
     def of(value: Any, is_tensor: Callable[[Any], bool]) -> Container | None:

@@ -7,6 +7,7 @@ If both ends are on one machine, no bytes are sent: the holder describes their p
 that would write them; the client copies them once, and answers `Copied`. It has `lending_s` for that. The holder counts
 from its answer and the client from its request, so a client that finished in time has read valid data. A client that
 the system does not let read another process reads its arena instead; tensors outside the arena are copied to it first.
+Boxes of frozen values, which nobody writes, are lent until the client answers `Copied` or ends.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,8 +27,7 @@ from raycollect.backends import arrays
 from raycollect.channel import DataClient, DataLink
 from raycollect.channel.messages import Copied, Failed, Fetch, Fetched, Free, Freed, Look, Read, Seen
 from raycollect.core import sockets, threads
-from raycollect.core.codec import Codec
-from raycollect.core.model import Address, BufferRef, Key, Segment, TensorInfo
+from raycollect.core.model import Address, BufferRef, Key, TensorInfo
 from raycollect.core.shared_memory import memory_domain
 from raycollect.errors import (
     ChannelError,
@@ -41,6 +42,7 @@ from raycollect.errors import (
     to_wire,
 )
 from raycollect.pos import Store, boxes, description, tensors
+from raycollect.pos.boxes import LENT, Borrowed, OutOfReach
 from raycollect.pos.description import Description
 from raycollect.pos.held import find, reading, refused
 from raycollect.pos.process_memory import NO_FILE
@@ -67,9 +69,6 @@ LENDING_S, LENDING_RATE, LENDING_EACH_S = 5.0, 500e6, 1e-3
 MOST_TENSORS, FREED_AT_ONCE = 500_000, 8192
 """How many tensors a fetched value may have, and how many keys one message frees: messages are bounded."""
 
-_Lent = tuple[Segment, list[list[int]]] | None
-_LENT = Codec[_Lent](_Lent, "place of boxes")
-
 
 def lending_s(nbytes: int, count: int = 1) -> float:
     """How long a value of `nbytes` bytes and `count` tensors is lent, in seconds."""
@@ -81,10 +80,6 @@ _Read = Callable[[DataClient, Any, float, Any], Any]
 
 _Locate = Callable[[int, int], BufferRef | None]
 """Where a client finds bytes of this process, by their address and number."""
-
-
-class _OutOfReach(Exception):
-    """Memory of the holder could not be read, or not in time."""
 
 
 class _Clients:
@@ -117,10 +112,20 @@ class _Clients:
         except BaseException:
             client.close()
             raise
-        self._give((address.host, address.port), client)
+        if not isinstance(result, Borrowed) or not result.is_lent:
+            self._give((address.host, address.port), client)
         if isinstance(result, RaycollectError):
             raise copy_error(result)
         return result
+
+    def give_back(self, address: Address, client: DataClient) -> None:
+        """Tells a holder that its memory is no longer read, and keeps the connection."""
+        try:
+            client.tell(Copied())
+        except ChannelError:  # the holder has ended
+            client.close()
+        else:
+            self._give((address.host, address.port), client)
 
     def _take(self, place: tuple[str, int]) -> DataClient | None:
         for entry in tuple(self._idle):
@@ -194,63 +199,42 @@ def _lent_or_sent(address: Address, requests: Sequence[Any], read: _Read, timeou
     """Makes the first request, and each next one if what the holder lent is out of reach."""
     until_s = time.monotonic() + timeout_s
     for message in requests:
-        with suppress(_OutOfReach):
+        with suppress(OutOfReach):
             return _clients.request(address, message, until_s, read)
     raise ProtocolError(detail="the holder lends a value that it should send")
 
 
-def read(
+def borrow(
     address: Address,
     key: Key,
     wanted: Sequence[boxes.Box],
-    take: Callable[[int, arrays.Array], None],
     *,
     actor: str,
     incarnation: str = "",
     timeout_s: float = 60.0,
-) -> None:
-    """Reads boxes of the tensors of a key, at most `boxes.MOST_BOXES`; raises as `fetch`. Any thread may call it.
+) -> Borrowed:
+    """Borrows boxes of the tensors of a key, at most `boxes.MOST_BOXES`; raises as `fetch`. Any thread may call it.
 
-    `take` is called with the index of each box in `wanted` and its elements, which are valid until it returns; a box
-    may be passed twice. On one machine the elements lie in the holder's memory, and the holder may write them if this
-    takes longer than `lending_s`.
+    Tensors of a frozen value in shared memory of this machine are lent, without a time limit. Others are copied.
     """
     plain = [box[:3] for box in wanted]
     local = _clients.local.get(address.secret)
     if local is not None:
-        with reading(local, key, limit_s=timeout_s) as held:
-            for at, view in enumerate(boxes.views([*map(arrays.memory, held.tensors)], plain)):
-                take(at, view)
-        return
+        with ExitStack() as claim:
+            held = claim.enter_context(reading(local, key, limit_s=timeout_s))
+            views = boxes.views([*map(arrays.memory, held.tensors)], plain)
+            if held.is_frozen:
+                return Borrowed(views, claim.pop_all().close)
+            return Borrowed([np.array(view) for view in views])
 
-    def take_all(client: DataClient, answer: Any, *_: Any) -> None:
-        _take(client, answer, wanted, take)
+    def take(client: DataClient, answer: Any, *_: Any) -> Borrowed:
+        description = _expect(answer, Fetched).description
+        return boxes.take(client, description, wanted, partial(_clients.give_back, address, client))
 
     with _answering("read", key, actor, incarnation):
         sent = Read(key=key, boxes=plain)
-        _lent_or_sent(address, (replace(sent, domain=memory_domain()), sent), take_all, timeout_s)
-
-
-def _take(
-    client: DataClient, answer: Any, wanted: Sequence[boxes.Box], take: Callable[[int, arrays.Array], None]
-) -> None:
-    lent = _LENT.decode(_expect(answer, Fetched).description)
-    if lent is not None:
-        segment, rows = lent
-        try:
-            memory = Segments.current().open(segment)
-        except (OSError, TypeError, ValueError) as exc:
-            raise _OutOfReach from exc
-        for at, view in enumerate(boxes.mapped(memory, rows, wanted)):
-            take(at, view)
-        client.tell(Copied())
-        return
-    for at, box in enumerate(wanted):
-        array = np.empty(box.size, box.dtype)
-        client.receive_blob(array.reshape(-1).view(np.uint8).data)
-        take(at, array)
-    if client.blob_left:
-        raise ProtocolError(detail="the announced bytes are not those of the boxes")
+        borrowed: Borrowed = _lent_or_sent(address, (replace(sent, domain=memory_domain()), sent), take, timeout_s)
+        return borrowed
 
 
 def free(address: Address, keys: list[Key], *, actor: str, incarnation: str = "") -> int:
@@ -292,9 +276,9 @@ def _read_value(client: DataClient, answer: Any, asked_s: float, request: Fetch)
         try:
             Segments.current().read(lent)
         except OSError as exc:
-            raise _OutOfReach from exc
+            raise OutOfReach from exc
         if time.monotonic() - asked_s > lending_s(sum(info.nbytes for info in described.infos), len(values)):
-            raise _OutOfReach
+            raise OutOfReach
         client.tell(Copied())
     restored = [arrays.restore(array, info.library) for array, info in zip(values, described.infos, strict=True)]
     return described.structure.build(restored)
@@ -406,16 +390,26 @@ def _serve_fetch(link: DataLink, store: Store, message: Fetch) -> None:
 
 
 def _serve_read(link: DataLink, store: Store, message: Read) -> None:
-    with reading(store, Key(message.key), link.has_ended) as held:
-        views = boxes.views([*map(arrays.memory, held.tensors)], message.boxes)
+    with ExitStack() as claim:
+        held = claim.enter_context(reading(store, Key(message.key), link.has_ended))
+        is_near = message.domain == memory_domain()
+        same = (_serve_read, *message.boxes) if held.is_frozen and is_near else None
+        lent: bytes | None = held.memo.get(same)  # several clients of a machine ask for the same boxes
+        views = [] if lent else boxes.views([*map(arrays.memory, held.tensors)], message.boxes)
         nbytes = sum(view.nbytes for view in views)
-        lent = boxes.located(views) if message.domain == memory_domain() and nbytes >= LENT_FROM_NBYTES else None
+        if is_near and nbytes >= LENT_FROM_NBYTES and (place := boxes.located(views)) is not None:
+            lent = LENT.encode((*place, held.is_frozen))
+            if same is not None:
+                held.memo[same] = lent
         if lent is not None:
-            link.send(Fetched(description=_LENT.encode(lent)))
-            link.receive(lending_s(nbytes))  # `Copied`, or None: the client has ended, or is too slow
+            link.send(Fetched(description=lent))
+            # `Copied`, or None: the client has ended, or is too slow
+            link.receive(None if held.is_frozen else lending_s(nbytes))
             return
         blobs = [np.ascontiguousarray(view).reshape(-1).view(np.uint8).data for view in views]
-    link.send(Fetched(description=_LENT.encode(None), blob_nbytes=nbytes), blobs)
+        if not held.is_frozen:
+            claim.close()  # a slow reader blocks no plan
+        link.send(Fetched(description=LENT.encode(None), blob_nbytes=nbytes), blobs)
 
 
 _ANSWERS: dict[type[Any], Callable[[DataLink, Store, Any], None]] = {

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from raycollect.backends import arrays
 from raycollect.core.model import Key
 from raycollect.errors import ConnectionLostError, PlanAbortedError, RaycollectError, Violation, refusal
-from raycollect.pos import Absence, Container, State, Store
+from raycollect.pos import Absence, Container, Range, State, Store
 
 _MOST_TOLD = 10_000
 """The longest reason in an answer, in characters: a method's exception can be of any length."""
@@ -25,12 +25,21 @@ def find(store: Store, key: Key) -> Container:
             raise refused("replaced", container.detail, key)
         raise refused("lost", f"not there ({f'{container.state.value} {container.detail}'.rstrip()})", key)
     try:
-        ranges = [arrays.byte_range(arrays.memory(tensor)) for tensor in container.tensors]
+        ranges = _ranges(container)
     except TypeError as exc:
         raise refused("not_tensor", str(exc), key) from exc
     if store.is_dirty(ranges):
         raise refused("dirty", "half-written by a failed collective", key)
     return container
+
+
+def _ranges(container: Container) -> list[Range]:
+    if not container.is_frozen:
+        return [arrays.byte_range(arrays.memory(tensor)) for tensor in container.tensors]
+    ranges: list[Range] | None = container.memo.get(_ranges)
+    if ranges is None:
+        ranges = container.memo[_ranges] = [arrays.byte_range(tensor) for tensor in container.tensors]
+    return ranges
 
 
 def refused(kind: str, actual: str, key: bytes) -> RaycollectError:
@@ -65,9 +74,8 @@ def reading(
         def ended(container: Container = container) -> str | None:
             return "" if store.look(key) is not container or has_left() else None
 
-        ranges = [arrays.byte_range(arrays.memory(tensor)) for tensor in container.tensors]
         try:
-            claim = store.reading(ranges, ended, limit_s)
+            claim = store.reading(_ranges(container), ended, limit_s)
             claim.__enter__()
         except PlanAbortedError:
             if has_left():

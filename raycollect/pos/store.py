@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -231,6 +231,11 @@ class Store:
         """
         against = self._writing, self._reading
         return _Claim(self, self._lock, self._writing, against, ranges, self._pending, aborted, limit_s)
+
+    def is_read(self, ranges: Iterable[Range]) -> bool:
+        """Whether any of these ranges is being read."""
+        with self._lock:
+            return bool(self._reading) and _any_overlap(tuple(ranges), self._reading)
 
     def mark_dirty(self, ranges: Sequence[Range], owners: Sequence[Any]) -> None:
         """Marks ranges as half-written, as long as the owners of the memory are alive."""

@@ -27,7 +27,7 @@ from raycollect.member.participant import describe, this_participant
 from raycollect.member.runtime import Runtime, this_runtime
 from raycollect.pos import Container, Range, held
 from raycollect.weights.atoms import Layouts
-from raycollect.weights.directory import Holders, RankProcess
+from raycollect.weights.directory import Holder, Holders
 from raycollect.weights.local_side import LocalSide
 from raycollect.weights.protocol import Atom, Digests, Version, shown_by_all
 from raycollect.weights.receipts import RankReceipt
@@ -54,7 +54,7 @@ def _locked() -> Iterator[_Agents]:
         yield agents
 
 
-Attached = tuple[RankProcess, Version | None]
+Attached = tuple[Holder, Version | None]
 """The process of a rank, and the version that it shows already by an earlier subscription of the same tensors."""
 
 
@@ -64,14 +64,14 @@ def check_side(actor: Any, op: str, key: Key, layouts: Layouts, rank: int) -> li
     Returns the memory ranges of the tensors that are to be written.
     """
     is_written = op == "subscribe"
-    _member(actor, op)
+    _member(actor, op, rank)
     side = LocalSide(op, _held_to_be_written(key) if is_written else _held(key), layouts, rank, is_written=is_written)
     return [span for span in side.ranges() if span[0] < span[1]] if is_written else []
 
 
 def attach_source(actor: Any, name: str, epoch: int, key: Key, layouts: Layouts, rank: int) -> Attached:
     """Makes this process a rank of a publisher, and ends its ranks of earlier epochs."""
-    member, source = _member(actor, "publish"), Source(this_participant(), _held(key), layouts, rank, actor)
+    member, source = _member(actor, "publish", rank), Source(this_participant(), _held(key), layouts, rank, actor)
     with _locked() as agents:
         current, sources = _sources(agents, name)
         if current > epoch:
@@ -178,7 +178,7 @@ def attach_receiver(
 
     If the other group has the same form, its receiver is taken over with its state.
     """
-    member = _member(actor, "subscribe")
+    member = _member(actor, "subscribe", rank)
     receiver = Receiver(this_participant(), name, _held_to_be_written(key), layouts, rank, inplace=inplace, actor=actor)
     with _locked() as agents:
         for of, by_rank in agents.receivers.items():
@@ -208,22 +208,34 @@ def stage(
         return receiver.stage(version, holders, timeout_s), receiver.stale_holders
 
 
-def open_stream(actor: Any, subscription: str, rank: int, version: Version, among: Sequence[Atom]) -> None:
-    """Calls `Receiver.open_stream`."""
-    _receiver(subscription, rank).open_stream(version, among)
+def update(
+    actor: Any, subscription: str, rank: int, version: Version, holders: Holders, timeout_s: float, until_s: float
+) -> tuple[RankReceipt, tuple[Key, ...], Key | None]:
+    """Calls `Receiver.stage` and `Receiver.show` between two methods, for an only rank on the publisher's host.
+
+    Args:
+        actor: The actor.
+        subscription: The subscription.
+        rank: The rank.
+        version: The version.
+        holders: Those that the rank may read from.
+        timeout_s: As in `stage`.
+        until_s: When the driver gives up, by `time.monotonic`; the version is not shown after that.
+
+    Returns:
+        The results of `stage` and of `show`.
+    """
+    receiver = _receiver(subscription, rank)
+    with this_participant().methods.guard():
+        receipt = receiver.stage(version, holders, timeout_s)
+        left_s = until_s - time.monotonic()
+        key = receiver.show(version, left_s, is_fresh=True) if left_s > 0 else None
+    return receipt, receiver.stale_holders, key
 
 
-def land(
-    actor: Any,
-    subscription: str,
-    rank: int,
-    version: Version,
-    part: Digests,
-    holders: Holders,
-    limit_s: float,
-) -> int:
-    """Calls `Receiver.land`."""
-    return _receiver(subscription, rank).land(version, part, holders, limit_s)
+def receive(actor: Any, subscription: str, rank: int, method: str, *args: Any) -> Any:
+    """Calls `Receiver.open_stream`, `land` or `release`."""
+    return getattr(_receiver(subscription, rank), method)(*args)
 
 
 def show(actor: Any, subscription: str, rank: int, version: Version, limit_s: float = WAIT_S) -> Key | None:
@@ -291,9 +303,10 @@ def _held_to_be_written(key: Key) -> Container:
         return cast("Container", this_participant().store.current(key))
 
 
-def _member(actor: Any, op: str) -> RankProcess:
+def _member(actor: Any, op: str, rank: int) -> Holder:
     member = describe(actor)
     if not member["ordered"]:
         actual = "async, threaded or with concurrency groups, so that its methods overlap"
         raise refusal(op, "", (Violation(kind="unsupported", field="actor", found=actual, actor=member["actor"]),))
-    return RankProcess(**{name: member[name] for name in ("address", "actor", "incarnation", "machine")})
+    process = {name: member[name] for name in ("address", "actor", "incarnation", "machine")}
+    return Holder(rank=rank, is_publisher=op == "publish", **process)

@@ -99,16 +99,13 @@ class AtomPart:
         name: The global tensor.
         box: The box of the atom, or the part of it that the rank has.
         at: Where the box begins in the local tensor.
+        size: Its extent in each dimension.
     """
 
     name: str
     box: Box
     at: Point
-
-    @property
-    def size(self) -> Point:
-        """The extent in each dimension."""
-        return extent(self.box)
+    size: Point
 
 
 def places(layouts: Layouts, rank: int, among: Sequence[Atom], *, whole: bool) -> dict[Atom, tuple[AtomPart, ...]]:
@@ -134,7 +131,7 @@ def places(layouts: Layouts, rank: int, among: Sequence[Atom], *, whole: bool) -
             if whole and (not is_inside(box, region.bounds) or (name, box) in result):
                 continue
             lo, _ = moved(part, region.bounds[0], region.at)
-            result[name, box] = (*result.get((name, box), ()), AtomPart(name, part, lo))
+            result[name, box] = (*result.get((name, box), ()), AtomPart(name, part, lo, extent(part)))
     return result
 
 

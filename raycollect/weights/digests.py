@@ -5,7 +5,9 @@ Digests are computed while the elements are in the cache; 100 MB take 4 ms of a 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,30 +15,48 @@ import xxhash
 
 from raycollect.backends.arrays import Array
 
-_CHUNK_NBYTES = 256 << 10
+_CHUNK_NBYTES = 512 << 10
 
 
 def digest(array: Array) -> bytes:
     """Returns the digest of an array."""
     state = xxhash.xxh3_128()
-    for part in _chunks(array):
-        state.update(_bytes(array[part]))
+    if array.flags.c_contiguous:
+        state.update(_bytes(array))
+    else:
+        for part in _chunks(array):
+            state.update(_bytes(array[part]))
     return bytes(state.digest())
 
 
 def copied(into: Array, array: Array) -> bytes:
     """Copies an array, and returns the digest of the copy."""
     state = xxhash.xxh3_128()
-    for part in _chunks(into):
-        target = into[part]
-        np.copyto(target, array[part])
-        state.update(_bytes(target))
+    if into.nbytes <= _CHUNK_NBYTES:
+        np.copyto(into, array)
+        state.update(_bytes(into))
+    else:
+        for part in _chunks(into):
+            target = into[part]
+            np.copyto(target, array[part])
+            state.update(_bytes(target))
     return bytes(state.digest())
 
 
 def is_same(some: Array, other: Array) -> bool:
-    """Returns whether two arrays of one shape and element type have the same bits."""
+    """Returns whether two arrays of one shape and element type have the same bits; ends at the first difference."""
+    if some.size and some.item(0) != other.item(0):
+        return False
+    if some.flags.c_contiguous and other.flags.c_contiguous and some.dtype == other.dtype:
+        return bool(_memcmp()(some.ctypes.data, other.ctypes.data, some.nbytes) == 0)
     return all(np.array_equal(_flat(some[part]), _flat(other[part])) for part in _chunks(some))
+
+
+@lru_cache(maxsize=1)
+def _memcmp() -> Any:
+    memcmp = ctypes.CDLL(None).memcmp  # without the GIL
+    memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    return memcmp
 
 
 def _chunks(array: Array) -> Iterator[Any]:
@@ -49,7 +69,7 @@ def _chunks(array: Array) -> Iterator[Any]:
 
 
 def _flat(array: Array) -> Array:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return (array if array.flags.c_contiguous else np.ascontiguousarray(array)).reshape(-1).view(np.uint8)
 
 
 def _bytes(array: Array) -> Any:

@@ -45,50 +45,58 @@ MOST_SWEPT = 16
 _Result = TypeVar("_Result")
 
 
-class RankProcess(Wire, frozen=True, kw_only=True):
-    """The process of a rank.
+class Holder(Wire, frozen=True, kw_only=True):
+    """The process of a rank, and what it holds.
 
     Attributes:
         address: The address at which it serves reads.
         actor: The display name of its actor.
         incarnation: Ray's id of the process.
+        rank: Its rank in its side.
+        is_publisher: Whether it is a rank of the publisher.
+        signature: The signature of its side's layouts.
+        key: The key under which it serves the tensors of a version; empty if it holds none.
         machine: The id of its host.
     """
 
     address: Address
     actor: str
     incarnation: str
-    machine: str
-
-
-class HolderRecord(Wire, frozen=True, kw_only=True):
-    """A process that holds one rank's part of a version.
-
-    Attributes:
-        member: The process.
-        key: The key under which it serves the tensors.
-        signature: The signature of its side's layouts.
-        rank: Its rank in these layouts.
-        is_publisher: Whether it is a rank of the publisher. Receivers ask the publisher last.
-    """
-
-    member: RankProcess
-    key: Key
-    signature: bytes
     rank: int
     is_publisher: bool
+    signature: bytes = b""
+    key: Key = Key(b"")
+    machine: str
 
 
 Atoms = Mapping[Atom, tuple[int, Point]]
 """The atoms that a holder serves: the index of the tensor under its key, and where the atom begins in it."""
 
-Holders = Sequence[tuple[HolderRecord, Atoms]]
+Holders = Sequence[tuple[Holder, Atoms]]
 """The holders that a rank may read from, in this order."""
 
 
-_HOLDERS = Codec[HolderRecord](HolderRecord, "record of a holder")
+_HOLDERS = Codec[Holder](Holder, "record of a holder")
 _LAYOUTS = Codec[dict[str, bytes]](dict[str, bytes], "layouts")
 _VERSIONS = Codec[Any](GenericAlias(tuple, tuple(get_type_hints(Version).values())), "record of a version")
+
+
+MOST_RECEIVERS = 8
+"""How many receivers that hold a version a rank may ask before it asks publishers of other hosts."""
+
+
+def in_order(holders: Holders, rank: int, machine: str) -> Holders:
+    """Orders holders for a rank, in rotation.
+
+    First the publisher on its host, which lends its memory; then receivers, those of its host first; then publishers.
+    """
+    at = rank % max(len(holders), 1)
+    lenders, receivers, others = list[Any](), list[Any](), list[Any]()
+    for holder, atoms in [*holders[at:], *holders[:at]]:
+        some = receivers if not holder.is_publisher else lenders if holder.machine == machine else others
+        some.append((holder, atoms))
+    receivers.sort(key=lambda pair: pair[0].machine != machine)
+    return lenders + receivers[:MOST_RECEIVERS] + others
 
 
 class _Records:
@@ -279,20 +287,20 @@ class VersionDirectory(_Records):
 
     # ------------------------------------------------------------------------------------------ holders
 
-    def post_holders(self, version: Version, holders: Iterable[HolderRecord]) -> None:
+    def post_holders(self, version: Version, holders: Iterable[Holder]) -> None:
         """Writes the records of holders of a version."""
         for holder in holders:
             self._put(f"holders/{_numbered(version)}/{holder.key.hex()}", _HOLDERS.encode(holder), overwrite=True)
 
-    def holders(self, version: Version) -> list[HolderRecord]:
+    def holders(self, version: Version) -> list[Holder]:
         """Returns the recorded holders of a version."""
         return self._holders(f"holders/{_numbered(version)}/")
 
-    def all_holders(self) -> list[HolderRecord]:
+    def all_holders(self) -> list[Holder]:
         """Returns the recorded holders of all versions."""
         return self._holders("holders/")
 
-    def _holders(self, place: str) -> list[HolderRecord]:
+    def _holders(self, place: str) -> list[Holder]:
         records = self._get_all([place + entry for entry in sorted(self._names(place))])
         return [_HOLDERS.decode(record) for record in records if record]
 
@@ -331,7 +339,7 @@ def sweep(name: str) -> None:
     for quoted in random.sample(ended, min(len(ended), MOST_SWEPT)):  # in order, the first ones could hide the others
         other = VersionDirectory(unquote(quoted))
         with suppress(ProtocolError):  # written by another release of this library, which removes it
-            if living.isdisjoint(holder.member.incarnation for holder in other.all_holders()):
+            if living.isdisjoint(holder.incarnation for holder in other.all_holders()):
                 other.remove(max(epoch for epoch, _ in epochs[quoted]))
 
 

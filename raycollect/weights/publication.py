@@ -10,6 +10,8 @@ from math import prod
 from types import TracebackType
 from typing import Any
 
+from msgspec import structs
+
 from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.core.model import Key
 from raycollect.driver.operand_binding import ensure_ray
@@ -31,7 +33,7 @@ from raycollect.planner.layout import Layout
 from raycollect.planner.wording import counted
 from raycollect.ray_bridge import ray_actors, ray_cluster, ray_session
 from raycollect.weights import agent, atoms
-from raycollect.weights.directory import Atoms, HolderRecord, VersionDirectory, sweep
+from raycollect.weights.directory import Atoms, Holder, VersionDirectory, sweep
 from raycollect.weights.protocol import Atom, Phase, Version
 from raycollect.weights.ranks import ATTACH_S, Job, Ranks, why_over, wrong_name
 from raycollect.weights.receipts import Receipt
@@ -102,6 +104,7 @@ class Publication(BoundToProcess):
         self._places: dict[int, Atoms] = {}
         # The last version that was put; the last with a used number, even if its record is lost; the one before that
         self._last = self._used = self._before = Version(self.epoch, 0)
+        self._newest = self.epoch  # of all publishers, when the last put began
 
     def _check_free(self) -> None:
         """Raises if another living process publishes under this name."""
@@ -160,9 +163,9 @@ class Publication(BoundToProcess):
     def stream(self, subscriptions: Sequence[Subscription] = (), *, version: int | None = None) -> Stream:
         """Begins a version that receivers read part by part, while other parts are still being computed.
 
-        The parts that `Stream.call` and `Stream.part` name are copied and digested at once, and the receivers read them
-        into their second set of tensors. `Stream.commit` puts the version and updates the receivers. No method sees any
-        of it before. Parts move while the driver is in one of these calls.
+        The parts that `Stream.call` and `Stream.part` name are copied and digested at once, and receivers read them.
+        `Stream.commit` puts the version and updates the receivers. No method sees any of it before. Parts move while
+        the driver is in one of these calls.
 
         Args:
             subscriptions: Receiver groups that this process drives. Other groups get the version when it is put.
@@ -211,15 +214,16 @@ class Publication(BoundToProcess):
             self._places[rank] = atoms.held_places(self._ranks.layouts, rank, self._cut[1])
         return self._places[rank]
 
-    def _holder(self, rank: int, key: Key) -> HolderRecord:
+    def _holder(self, rank: int, key: Key) -> Holder:
         """Returns the record of a rank as a holder."""
-        return self._ranks.holder(rank, key, self._signature, is_publisher=True)
+        return structs.replace(self._ranks.members[rank], key=key, signature=self._signature)
 
     def _forget_overwritten(self) -> None:
-        """Removes the version before the last: the next one overwrites it."""
+        """Removes the version before the last, which the actors drop, and looks for a later publisher."""
         before, self._before = self._before, Version(self.epoch, 0)
         if before.number:
             self._directory.forget(before)
+        self._newest = self._directory.epoch()
 
     def _finish(self, job: Job, timeout_s: float, keys: Mapping[int, Key], among: Sequence[Atom]) -> None:
         """Posts the version of a put that has ended; raises the errors of `put`."""
@@ -244,7 +248,7 @@ class Publication(BoundToProcess):
         return groups
 
     def _post(self, version: Version, keys: Mapping[int, Any]) -> None:
-        newest = self._directory.epoch()
+        newest = self._newest
         if newest > self.epoch:
             raise PublisherReplacedError(name=self.name, version=str(version), detail=f"epoch {newest} has begun")
         if newest < self.epoch:  # the directory was lost

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from raycollect.channel import DataClient
 from raycollect.channel.messages import Look, Seen
@@ -42,8 +42,9 @@ from raycollect.ray_bridge import ray_actors, ray_session
 from raycollect.weights import agent, protocol
 from raycollect.weights.agent import Attached
 from raycollect.weights.atoms import Layouts
-from raycollect.weights.directory import HolderRecord, RankProcess
+from raycollect.weights.directory import Holder
 from raycollect.weights.protocol import RankEvent, RankFailed, RankLost, Tell, Version, VersionRound
+from raycollect.weights.receipts import RankReceipt
 
 ATTACH_S = 60.0
 """How long a rank may take to attach, in seconds."""
@@ -80,7 +81,7 @@ class Ranks:
         self.handles: list[Handle] = [handles[rank] for rank in range(len(refs))]
         self.layouts: Layouts = _layouts(op, self.handles, given)
         self.actors: list[Any] = [self._actor(rank, handle) for rank, handle in enumerate(self.handles)]
-        self.members: list[RankProcess] = []  # their processes, from `attach` on
+        self.members: list[Holder] = []  # their processes, from `attach` on
         self.shown: list[Version | None] = []  # the versions that they showed then
 
     def __len__(self) -> int:
@@ -149,12 +150,6 @@ class Ranks:
         except RayActorError as exc:
             raise ActorGoneError(op=self.op, detail=str(exc).partition("\n")[0]) from exc
         return answers
-
-    def holder(self, rank: int, key: Key, signature: bytes, *, is_publisher: bool) -> HolderRecord:
-        """Returns the record of a rank as a holder of a version."""
-        return HolderRecord(
-            member=self.members[rank], key=key, signature=signature, rank=rank, is_publisher=is_publisher
-        )
 
     def late_error(self, name: str, job: Job, timeout_s: float, *, is_shown: bool = False) -> VersionTimeoutError:
         """Builds the error of a round for which ranks were late, with their reports."""
@@ -292,33 +287,36 @@ class Update(Job):
     Attributes:
         tell: Calls a rank, and returns the ref.
         read: Converts a rank's answer to an event, and stores its other contents.
+        staged: By rank, the receipt, and the keys of holders that did not have the version.
     """
 
     tell: Callable[[Tell, int], Any]
     read: Callable[[int, Any], RankEvent]
+    staged: dict[int, tuple[RankReceipt, tuple[Key, ...]]] = field(default_factory=dict)
 
     def heard(self, rank: int, ref: Any) -> RankEvent:
         """Returns the event of a rank's answer; raises the errors of `ray.get`."""
         return self.read(rank, ray.get(ref))
 
 
-def drive(jobs: Sequence[tuple[Update, Tell]], timeout_s: float, beside: Callable[[], None]) -> None:
-    """Drives rounds until all have ended or the time limit has passed; calls `beside` after the first calls."""
+def drive(jobs: Iterable[Update], timeout_s: float, beside: Callable[[], None]) -> None:
+    """Drives updates until all have ended or the time limit has passed; calls `beside` after the first calls."""
     until_s = time.monotonic() + timeout_s
     pending: dict[Any, tuple[Update, int]] = {}
-    for job, tell in jobs:
-        _tell(pending, job, tell)
+    for job in jobs:
+        _tell(pending, job, Tell.STAGE)
     beside()
     while pending:
         ready, _ = ray.wait(list(pending), timeout=max(until_s - time.monotonic(), 0.0))
         if not ready:
-            for job, _ in jobs:
+            for job in jobs:
                 job.end_late()
             break
         ready = ray.wait(list(pending), num_returns=len(pending), timeout=0)[0] or ready  # all of them in one pass
         for ref in ready:
             job, rank = pending.pop(ref)
-            job.round, following = protocol.advance(job.round, event_of(job, rank, partial(job.heard, rank, ref)))
+            event = event_of(job, rank, partial(job.heard, rank, ref))
+            job.round, following = protocol.advance(job.round, event)
             if following is not None:
                 _tell(pending, job, following)
         retrieve_errors(ref for ref, (job, _) in pending.items() if job.round.is_over)
@@ -339,9 +337,14 @@ def event_of(job: Job, rank: int, heard: Callable[[], RankEvent]) -> RankEvent:
         job.errors[rank] = strip_traceback(cause_of(exc))
         return RankFailed(rank)
     except ActorUnavailableError as exc:  # the actor may live and show its last version
-        what, _, _ = str(exc).partition("\n")
-        detail = f"Ray can't reach its actor, which may live: {what}"
-        job.errors[rank] = VersionError(name="", version=str(job.round.version), rank=rank, detail=detail)
-        return RankFailed(rank)
+        return _unheard(job, rank, "Ray can't reach its actor, which may live", exc)
     except RayActorError:
         return RankLost(rank)
+    except RayError as exc:
+        return _unheard(job, rank, "its answer is lost", exc)
+
+
+def _unheard(job: Job, rank: int, what: str, error: RayError) -> RankEvent:
+    detail = "{}: {}".format(what, str(error).partition("\n")[0])
+    job.errors[rank] = VersionError(name="", version=str(job.round.version), rank=rank, detail=detail)
+    return RankFailed(rank)

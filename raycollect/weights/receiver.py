@@ -1,16 +1,16 @@
-"""One rank of a receiver group: makes and verifies the next version in memory that no method sees; inside the actor."""
+"""One rank of a receiver group: verifies the next version in memory that no method sees; inside the actor."""
 
 from __future__ import annotations
 
-import operator
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from raycollect.backends.arrays import Array, box_of, byte_range
+from raycollect.backends.arrays import Array, box_of
 from raycollect.backends.elements import convert
 from raycollect.core.model import Key
 from raycollect.errors import (
@@ -22,26 +22,29 @@ from raycollect.errors import (
     strip_traceback,
 )
 from raycollect.member.participant import Participant
-from raycollect.planner.boxes import extent, moved
+from raycollect.planner.boxes import extent, moved, volume
 from raycollect.pos import Container, Range, fetch
-from raycollect.pos.boxes import MOST_BOXES, Box
+from raycollect.pos.boxes import MOST_BOXES, Borrowed, Box
 from raycollect.weights import atoms, digests, protocol
 from raycollect.weights.atoms import AtomPart, Layouts
-from raycollect.weights.directory import Atoms, HolderRecord, Holders
+from raycollect.weights.directory import Atoms, Holder, Holders
 from raycollect.weights.local_side import LocalSide
 from raycollect.weights.protocol import Atom, Digests, RankState, Version
 from raycollect.weights.receipts import RankReceipt
 from raycollect.weights.source import WAIT_S, ServedArrays
 
-HOLDER_S = 5.0
-"""How long to wait for a holder while other holders remain, in seconds."""
+HOLDER_S, LENDER_S = 5.0, 1.0
+"""How long to wait for a holder while other holders remain, and for one that only has to lend, in seconds."""
 
 READ_NBYTES = 64 << 20
 """The most bytes of one request, but at least an atom. Over the network they are in memory twice."""
 
 
 class Receiver:
-    """One rank of a receiver group: its tensors, and a second set in which the next version is made.
+    """One rank of a receiver group: its tensors, and the elements of the next version until methods see it.
+
+    These elements lie in the memory of a holder on this machine, which lends them, or they are copies of what arrived.
+    A receiver in place copies what arrives into its tensors at once.
 
     Args:
         here: The participant of this process.
@@ -69,43 +72,49 @@ class Receiver:
         self._side = LocalSide("subscribe", container, layouts, rank, is_written=True)
         self._side.follow(actor)
         self.inplace: bool = inplace
-        self._back = ServedArrays(self._side.live() if inplace else self._side.allocate_arrays())
-        if not inplace:
-            for array, live in zip(self._back.arrays, self._side.live(), strict=True):
-                np.copyto(array, live)  # elements that no layout covers
+        self._served = ServedArrays(self._side.live())  # the version that methods see
         self._among: tuple[Atom, ...] = ()  # the atoms of a version; versions usually have the same ones
         self._parts: dict[Atom, tuple[AtomPart, ...]] = {}  # where the atoms of this rank lie
         self._marked: list[Range] = []  # the ranges that are dirty by an update in place
-        self._is_aside = False  # whether the visible version is served from the tensors instead of from `_back`
         self._ahead = 0  # bytes that were read for a stream
+        self._next: dict[Atom, Array] = {}  # the verified elements of the next version
+        self._lent: list[tuple[Borrowed, list[Atom]]] = []  # those that holders lend
+        self._checked: dict[Atom, tuple[Key, bytes]] = {}  # atoms of a stream that were verified in a holder's memory
+        # The atoms that were written last: the digest in the version, and those of the parts as they lie here
+        self._written: dict[Atom, tuple[bytes, list[bytes]]] = {}
         self._mapped: dict[str, Array] = {}  # keeps the memory of the last version's holders mapped
+        self._holders: Holders = ()
         self.state: RankState = RankState()
         self.stale_holders: tuple[Key, ...] = ()  # the keys of holders that did not have the version staged last
         self.where: tuple[Range, ...] = tuple(span for span in self._side.ranges() if span[0] < span[1])
         self.form: tuple[Any, ...] = (name, inplace, rank, tuple(layouts.items()))
 
     def stage(self, version: Version, holders: Holders, timeout_s: float) -> RankReceipt:
-        """Makes a version in the second set of tensors: reads the missing atoms.
+        """Gets and verifies the atoms of a version that this rank lacks.
 
         The version that methods see stays available to other receivers, also if this fails.
 
         Raises:
             VersionNotWholeError: No holder gave some atoms with the right digests.
-            CollectiveTimeoutError: The time limit has passed, and others still read the second set of tensors.
+            CollectiveTimeoutError: The time limit has passed, and others still read the tensors (in place).
             TensorReplacedError, LayoutError: The tensors were replaced by others.
         """
         began_s, live = time.monotonic(), self._live()  # refuses replaced tensors before any rank shows the version
         self._know(tuple(version.digests))
+        self.release()
         wanted = {atom: version.digests[atom] for atom in self._parts}
+        self._next = {atom: it for atom, it in self._next.items() if self.state.landed.get(atom) == wanted[atom]}
         if self.inplace:
-            self._hold_in_place(live)
-            self.state = protocol.stage_in_place(self.state, version, wanted, self._lying(version))
+            self.state = protocol.stage_in_place(self.state, version, wanted, self._lying(version, live))
             self._mark(version)
         else:
-            self.state = protocol.stage(self.state, version, wanted)
-        read, failures = self._read_missing(version, holders, timeout_s)
+            self.state = protocol.stage(replace(self.state, landed=self._present(wanted, live)), version, wanted)
+        read, failures = self._read_missing(version, holders, timeout_s, live)
+        self._checked.clear()
         if self.state.missing:
+            self.release()
             raise self._not_whole(version, holders, failures)
+        self._holders = holders
         landed = {atom: self.state.landed[atom] for atom in wanted}
         self.stale_holders = tuple(key for key, error in failures.items() if isinstance(error, RefusedError))
         read, self._ahead = read + self._ahead, 0
@@ -127,57 +136,109 @@ class Receiver:
         """Reads atoms of the open version, and returns the bytes; `stage` reads atoms that this could not get."""
         part = {atom: digest for atom, digest in part.items() if atom in self._parts}
         self.state = protocol.expect(self.state, version, part)
-        if self.state.staged != version or not self.state.is_open:  # late: the tensors may be served meanwhile
+        if self.state.staged != version or not self.state.is_open:  # late
             return 0
-        read, _ = self._read_missing(version, holders, timeout_s)
+        read, _ = self._read_missing(version, holders, timeout_s, self._live())
+        self.release()  # `stage` borrows them once more, in one piece
         self._ahead += read
         return read
 
-    def show(self, version: Version, limit_s: float = WAIT_S) -> Key | None:
+    def show(self, version: Version, limit_s: float = WAIT_S, *, is_fresh: bool = False) -> Key | None:
         """Makes a version visible to methods, and serves it to others; returns None if it is incomplete here.
 
-        Only tensors whose bits differ are written.
+        Only tensors whose bits differ are written. `is_fresh`: nothing can have written them since `stage`.
 
         Raises:
             CollectiveTimeoutError: The time limit has passed, and others still read the tensors.
         """
         live = self._live()
         if self.inplace and self.state.staged == version:
-            self._hold_in_place(live)
-            present = {**self.state.landed, **self._lying(version)}
+            present = {**self.state.landed, **self._lying(version, live)}
             self.state = protocol.stage_in_place(self.state, version, self.state.wanted, present)
+        elif not is_fresh and protocol.may_show(self.state, version):
+            self._mend(version, limit_s, live)
         if not protocol.may_show(self.state, version):
             return None
         store = self._here.store
-        if self._is_aside:
-            self._back.withdraw(store)  # the tensors that serve the version are about to change
-            self._is_aside = False
         if not self.inplace:
             self._copy(live, limit_s)
+            self.release()
+            self._next.clear()
         store.mark_written([*self._side.wholes(), *self._marked])
         self._marked.clear()
         self._here.methods.refusals.pop(self.where, None)
         self.state = protocol.show(self.state, version)
-        return self._back.serve(store)
+        self._served.arrays = live
+        return self._served.serve(store)
+
+    def _mend(self, version: Version, limit_s: float, live: list[Array]) -> None:
+        """Reads atoms again that methods have overwritten since `stage`."""
+        still = {atom: self.state.wanted[atom] for atom in self._next}
+        others = {atom: digest for atom, digest in self.state.wanted.items() if atom not in still}
+        present = self._present(others, live)
+        if len(present) < len(others):
+            self.state = protocol.stage(replace(self.state, landed={**still, **present}), version, self.state.wanted)
+            self._read_missing(version, self._holders, limit_s, live)
 
     def _copy(self, live: list[Array], limit_s: float) -> None:
-        """Copies atoms of the second set whose bits differ into the tensors that methods see."""
-        pairs = [
-            (part.name, self._side.box(live, part), self._side.box(self._back.arrays, part))
-            for parts in self._parts.values()
-            for part in parts
-        ]
-        changed = [pair for pair in pairs if not digests.is_same(*pair[1:])]
+        """Copies the atoms of the next version whose bits differ into the tensors that methods see."""
+        changed: list[tuple[str, Array, Array]] = []
+        for atom, array in self._next.items():
+            pairs = list(self._elements(atom, array, live))
+            # Those that were written before are known to differ
+            differing = pairs if atom in self._written else [pair for pair in pairs if not digests.is_same(*pair)]
+            changed += [(atom[0], into, element) for into, element in differing]
+            digest = self.state.wanted[atom]
+            is_plain = len(pairs) == 1 and pairs[0][1] is array
+            self._written[atom] = digest, [digest] if is_plain else [digests.digest(element) for _, element in pairs]
         if changed:
             with self._here.store.writing(self._side.ranges(), limit_s=limit_s):
-                for _, into, array in changed:
-                    np.copyto(into, array)
+                self._served.withdraw(self._here.store)
+                for _, into, element in changed:
+                    np.copyto(into, element)
             self._side.raise_versions({name for name, _, _ in changed})
+
+    def _elements(self, atom: Atom, array: Array, live: list[Array]) -> Iterator[tuple[Array, Array]]:
+        """Yields the parts of an atom: the box of a tensor, and its elements as they are to lie there."""
+        for part in self._parts[atom]:
+            box, element = self._side.box(live, part), array
+            if part.box != atom[1]:
+                lo, _ = moved(part.box, atom[1][0], (0,) * array.ndim)
+                element = box_of(array, lo, part.size)
+            if box.dtype != array.dtype:
+                wanted = np.empty(box.shape, box.dtype)
+                convert(wanted, element)
+                element = wanted
+            yield box, element
+
+    def _present(self, wanted: Digests, live: list[Array]) -> dict[Atom, bytes]:
+        """Returns the atoms with these digests that are here: as they arrived, or in the tensors, read again."""
+        return {
+            atom: digest
+            for atom, digest in wanted.items()
+            if (atom in self._next and self.state.landed.get(atom) == digest)
+            or (
+                (written := self._written.get(atom)) is not None
+                and written[0] == digest
+                and all(
+                    digests.digest(self._side.box(live, part)) == lying
+                    for part, lying in zip(self._parts[atom], written[1], strict=True)
+                )
+            )
+        }
+
+    def release(self) -> None:
+        """Gives back what holders lend."""
+        lent, self._lent = self._lent, []
+        for borrowed, some in lent:
+            borrowed.close()
+            for atom in some:
+                self._next.pop(atom, None)
 
     def withdraw(self) -> None:
         """Stops serving."""
-        self._back.withdraw(self._here.store)
-        self._is_aside = False
+        self.release()
+        self._served.withdraw(self._here.store)
 
     def close(self) -> None:
         """Stops serving, and lets methods see the tensors in any state."""
@@ -195,24 +256,12 @@ class Receiver:
         live = self._side.live()
         where = tuple(span for span in self._side.ranges() if span[0] < span[1])
         if where != self.where:
+            self._served.withdraw(self._here.store)
             refusals = self._here.methods.refusals
             if (refused := refusals.pop(self.where, None)) is not None:
                 refusals[where] = refused
             self.where = where
         return live
-
-    def _hold_in_place(self, live: list[Array]) -> None:
-        if any(map(operator.ne, map(byte_range, live), self._back.ranges())):
-            self.withdraw()  # the tensors were replaced
-        self._back.arrays = live
-
-    def _make_room(self) -> None:
-        """Serves the visible version from the tensors, as the second set is about to be written."""
-        if self.inplace:
-            self.withdraw()
-        elif not self._is_aside and self._back.key is not None:
-            self._back.serve_instead(self._here.store, self._live())
-            self._is_aside = True
 
     def _mark(self, version: Version) -> None:
         """Refuses methods, collectives and `get` on the tensors while these are dirty."""
@@ -229,12 +278,12 @@ class Receiver:
                 here.store.mark_dirty([span], [owner])
                 self._marked.append(span)
 
-    def _lying(self, version: Version) -> dict[Atom, bytes]:
+    def _lying(self, version: Version, live: list[Array]) -> dict[Atom, bytes]:
         """Recomputes the digests of landed atoms that lie as they were put: others may have overwritten them."""
         present = {}
         for atom, parts in self._parts.items():
             if atom in self.state.landed and len(parts) == 1 and parts[0].box == atom[1]:
-                box = self._side.box(self._back.arrays, parts[0])
+                box = self._side.box(live, parts[0])
                 if box.dtype == np.dtype(version.dtypes[atom[0]]):
                     present[atom] = digests.digest(box)
         return present
@@ -242,79 +291,104 @@ class Receiver:
     def _know(self, among: tuple[Atom, ...]) -> None:
         if self._among != among:
             self._among, self._parts = among, atoms.places(self._side.layouts, self._side.rank, among, whole=False)
+            for by_atom in (self._next, self._written, self._checked):
+                for atom in by_atom.keys() - self._parts.keys():
+                    del by_atom[atom]
 
     def _read_missing(
-        self, version: Version, holders: Holders, timeout_s: float
+        self, version: Version, holders: Holders, timeout_s: float, live: list[Array]
     ) -> tuple[int, dict[Key, RaycollectError]]:
-        """Reads the missing atoms into the second set of tensors; returns the bytes, and the errors by holder."""
+        """Gets the missing atoms; returns the bytes, and the errors by holder."""
         if not self.state.missing:
             return 0, {}
         until_s = time.monotonic() + timeout_s
-        self._make_room()
         failures: dict[Key, RaycollectError] = {}
         before, self._mapped = self._mapped, {}
         read = 0
-        with self._here.store.writing(self._back.ranges(), limit_s=timeout_s):
+        with ExitStack() as claim:
+            if self.inplace:
+                self.withdraw()  # the tensors that serve the version are about to change
+                claim.enter_context(self._here.store.writing(self._side.ranges(), limit_s=timeout_s))
             for at, (holder, places) in enumerate(holders):
                 mine = [atom for atom in self.state.missing if atom in places]
                 left_s = until_s - time.monotonic()
-                limit_s = left_s if at == len(holders) - 1 else min(left_s, HOLDER_S)
-                for some in self._requests(mine):
+                is_near = holder.is_publisher and holder.machine == self._here.identity.machine
+                limit_s = left_s if at == len(holders) - 1 else min(left_s, LENDER_S if is_near else HOLDER_S)
+                for some in self._requests(mine, holder):
                     try:
-                        read += self._read(version, holder, places, some, limit_s)
+                        read += self._read(version, holder, places, some, limit_s, live)
                     except RaycollectError as exc:
                         failures[holder.key] = exc
                         break
         del before
         return read, failures
 
-    def _requests(self, wanted: Sequence[Atom]) -> list[list[Atom]]:
+    def _requests(self, wanted: Sequence[Atom], holder: Holder) -> list[list[Atom]]:
+        most_nbytes = READ_NBYTES if holder.machine != self._here.identity.machine or self.inplace else 1 << 62
         requests: list[list[Atom]] = []
-        nbytes = READ_NBYTES
+        nbytes = most_nbytes
         for atom in wanted:
-            size = int(np.prod(extent(atom[1]))) * self._side.layouts[atom[0]].itemsize
-            if nbytes + size > READ_NBYTES or len(requests[-1]) == MOST_BOXES:
+            size = volume(atom[1]) * self._side.layouts[atom[0]].itemsize
+            if nbytes + size > most_nbytes or len(requests[-1]) == MOST_BOXES:
                 requests.append([])
                 nbytes = 0
             requests[-1].append(atom)
             nbytes += size
         return requests
 
-    def _read(self, version: Version, holder: HolderRecord, places: Atoms, some: list[Atom], limit_s: float) -> int:
+    def _read(
+        self,
+        version: Version,
+        holder: Holder,
+        places: Atoms,
+        some: list[Atom],
+        limit_s: float,
+        live: list[Array],
+    ) -> int:
         boxes = [Box(*places[atom], extent(atom[1]), version.dtypes[atom[0]]) for atom in some]
-        landed: dict[Atom, bytes] = {}
-        member, read = holder.member, 0
-
-        def take(at: int, array: Array) -> None:
-            nonlocal read
-            read += array.nbytes
-            if array.base is not None:
-                self._mapped[member.incarnation] = array
-            landed[some[at]] = self._land(some[at], array)
-
-        fetch.read(
-            member.address, holder.key, boxes, take,
-            actor=member.actor, incarnation=member.incarnation, timeout_s=limit_s,
-        )  # fmt: skip
+        landed, read = dict[Atom, bytes](), 0
+        borrowed = fetch.borrow(
+            holder.address, holder.key, boxes, actor=holder.actor, incarnation=holder.incarnation, timeout_s=limit_s
+        )
+        try:
+            for atom, array in zip(some, borrowed.arrays, strict=True):
+                if borrowed.is_lent and self._checked.get(atom) == (holder.key, self.state.wanted[atom]):
+                    landed[atom] = self.state.wanted[atom]
+                else:
+                    landed[atom] = self._land(atom, array, live) if self.inplace else digests.digest(array)
+                    read += array.nbytes
+        except BaseException:
+            borrowed.close()
+            raise
         self.state = protocol.land(self.state, version, landed)
-        wrong = [atom for atom in some if self.state.landed.get(atom) != self.state.wanted[atom]]
-        if wrong:
-            raise VersionNotWholeError(name=self.name, detail=f"other bits than were put: {atoms.shown(wrong[0])}")
+        right = [atom for atom in some if self.state.landed.get(atom) == self.state.wanted[atom]]
+        if self.inplace:
+            borrowed.close()
+        else:
+            self._hold(holder, borrowed, some, right)
+        if len(right) < len(some):
+            wrong = next(atom for atom in some if atom not in right)
+            raise VersionNotWholeError(name=self.name, detail=f"other bits than were put: {atoms.shown(wrong)}")
         return read
 
-    def _land(self, atom: Atom, array: Array) -> bytes:
-        """Writes an atom into the second set, and returns the digest of the written bytes."""
-        parts = self._parts[atom]
-        boxes = [self._side.box(self._back.arrays, part) for part in parts]
-        if len(parts) == 1 and parts[0].box == atom[1] and boxes[0].dtype == array.dtype:
-            return digests.copied(boxes[0], array)
-        whole = np.empty(array.shape, array.dtype)
-        digest = digests.copied(whole, array)
-        for part, box in zip(parts, boxes, strict=True):
-            lo, _ = moved(part.box, atom[1][0], (0,) * array.ndim)
-            wanted = np.empty(box.shape, box.dtype)
-            convert(wanted, box_of(whole, lo, part.size))
-            if digests.copied(box, wanted) != digests.digest(wanted):
+    def _hold(self, holder: Holder, borrowed: Borrowed, some: list[Atom], right: list[Atom]) -> None:
+        """Keeps verified atoms until methods see them."""
+        elements = dict(zip(some, borrowed.arrays, strict=True))
+        self._next |= {atom: elements[atom] for atom in right}
+        if borrowed.is_lent:
+            self._lent.append((borrowed, right))
+            self._mapped[holder.incarnation] = borrowed.arrays[0]
+            if self.state.is_open:
+                self._checked |= {atom: (holder.key, self.state.wanted[atom]) for atom in right}
+
+    def _land(self, atom: Atom, array: Array, live: list[Array]) -> bytes:
+        """Writes an atom into the tensors, and returns the digest of the written bytes."""
+        pairs = list(self._elements(atom, array, live))
+        if len(pairs) == 1 and pairs[0][1] is array:
+            return digests.copied(*pairs[0])
+        digest = digests.digest(array)
+        for box, element in pairs:
+            if digests.copied(box, element) != digests.digest(element):
                 return b""
         return digest
 
@@ -322,9 +396,7 @@ class Receiver:
         self, version: Version, holders: Holders, failures: Mapping[Key, RaycollectError]
     ) -> VersionNotWholeError:
         missing = self.state.missing
-        tried = [
-            f"{holder.member.actor}: {brief(failures[holder.key])}" for holder, _ in holders if holder.key in failures
-        ]
+        tried = [f"{holder.actor}: {brief(failures[holder.key])}" for holder, _ in holders if holder.key in failures]
         detail = f"{len(missing)} of {len(self.state.wanted)} parts are missing, first {atoms.shown(missing[0])}: "
         detail += "; ".join(tried) or "it has no holders"
         who = self._here.actor

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from raycollect.backends.arrays import Array, byte_range
 from raycollect.core.model import TENSOR, Key, Structure
@@ -22,25 +26,31 @@ from raycollect.weights.protocol import Atom, Digests, Version
 WAIT_S = 60.0
 """How long an actor waits by default for readers of memory that is to be written, in seconds."""
 
+_THREADS, _THREAD_NBYTES = min(4, os.cpu_count() or 1), 8 << 20
+"""The most threads that copy a version, and the bytes from which on another one helps."""
+
+_NOTHING: Array = np.empty(0, np.uint8)
+"""Stands for a tensor that is not sealed yet."""
+
 
 @dataclass(slots=True, eq=False)
 class ServedArrays:
-    """Arrays that are served under a key while they are not written."""
+    """Arrays that are served under a key; `is_frozen` if nobody writes them meanwhile."""
 
     arrays: list[Array]
+    is_frozen: bool = False
     key: Key | None = None
 
     def serve(self, store: Store) -> Key:
-        """Begins to serve the arrays, unless they are served already."""
+        """Serves the arrays, under the same key if they are served already."""
+        listed = Structure("list", (), (TENSOR,) * len(self.arrays))
+        container = Container(listed, tuple(self.arrays), list(self.arrays), is_frozen=self.is_frozen)
         if self.key is None:
             self.key = Key(secrets.token_bytes(28))  # a freed key can't be used again
-            store.put(self.key, _listed(self.arrays))
+            store.put(self.key, container)
+        else:
+            store.replace(self.key, container)
         return self.key
-
-    def serve_instead(self, store: Store, others: list[Array]) -> None:
-        """Makes the key, if any, stand for other arrays with the same elements."""
-        if self.key is not None:
-            store.replace(self.key, _listed(others))
 
     def withdraw(self, store: Store) -> None:
         """Stops serving the arrays."""
@@ -48,13 +58,13 @@ class ServedArrays:
             store.free([self.key])
             self.key = None
 
-    def ranges(self) -> list[tuple[int, int]]:
-        """Returns the memory ranges of the arrays."""
-        return list(map(byte_range, self.arrays))
 
+@dataclass(slots=True, eq=False)
+class _Slot(ServedArrays):
+    """One version: a copy of each tensor, and the digests of the copied atoms."""
 
-def _listed(tensors: list[Array]) -> Container:
-    return Container(Structure("list", (), (TENSOR,) * len(tensors)), tuple(tensors), list(tensors))
+    is_frozen: bool = True
+    sealed: dict[Atom, bytes] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -62,20 +72,26 @@ class _Filling:
     """A version that is being sealed, part by part."""
 
     attempt: bytes
-    slot: ServedArrays
+    slot: _Slot
     key: Key
+    before: _Slot | None  # the version before
     places: dict[Atom, tuple[AtomPart, ...]]
-    sealed: dict[Atom, bytes] = field(default_factory=dict)
 
 
 class Source:
-    """One rank of a publisher: its tensors, and its parts of the two newest versions."""
+    """One rank of a publisher: its tensors, and its parts of the two newest versions.
+
+    A version shares the copies of tensors that have not changed since the version before. A copy is written again when
+    no version has it, unless a receiver still reads it: then the receiver keeps it, and another copy is allocated.
+    """
 
     def __init__(self, here: Participant, container: Container, layouts: Layouts, rank: int, actor: Any = None) -> None:
         self._here = here
         self._side = LocalSide("publish", container, layouts, rank, is_written=False)
         self._side.follow(actor)
-        self._slots: dict[int, ServedArrays] = {}
+        self._slots: dict[int, _Slot] = {}  # by the count of the version
+        self._spare: dict[int, list[Array]] = {}  # by tensor: the copies that no version has
+        self._places: tuple[tuple[Atom, ...], dict[Atom, tuple[AtomPart, ...]]] = (), {}  # where atoms lie
         self._filling: _Filling | None = None
         self._failed = (b"", "")  # the attempt that failed last, and how
 
@@ -88,8 +104,7 @@ class Source:
             version: The version.
             among: Its atoms, in the first call of an attempt; None in others.
             attempt: The id of the put or stream; atoms that another attempt sealed are sealed again.
-            limit_s: How long to wait for readers of the version that is overwritten, and for plans that write the
-                tensors, in seconds.
+            limit_s: How long to wait for plans that write the tensors, in seconds.
 
         Raises:
             VersionNotPutError: A part of this attempt has failed, or another attempt has replaced it.
@@ -101,11 +116,11 @@ class Source:
         if self._failed[0] == attempt:
             raise self._wrong(version, self._failed[1])
         live = self._side.live()
-        filling = self.begin(version, among, attempt, limit_s)
-        left = [atom for atom in filling.places if atom not in filling.sealed]
+        filling = self.begin(version, among, attempt)
+        left = [atom for atom in filling.places if atom not in filling.slot.sealed]
         self._copy(filling, left, live, max(until_s - time.monotonic(), 0.0))
         self._filling = None
-        return filling.key, filling.sealed
+        return filling.key, filling.slot.sealed
 
     def seal_part(
         self, version: Version, among: Sequence[Atom] | None, attempt: bytes, part: object
@@ -133,7 +148,7 @@ class Source:
             if fault:
                 raise self._wrong(version, f"{name!r} is {fault}")
         wanted = [atom for atom in filling.places if self._side.key_of(atom[0]) in names]
-        again = [atom for atom in wanted if atom in filling.sealed]
+        again = [atom for atom in wanted if atom in filling.slot.sealed]
         if again:
             raise self._wrong(version, f"{self._side.key_of(again[0][0])!r} was sealed before")
         return filling.key, self._copy(filling, wanted, live, WAIT_S)
@@ -152,40 +167,76 @@ class Source:
         for slot in self._slots.values():
             slot.withdraw(self._here.store)
         self._slots.clear()
+        self._spare.clear()
         self._filling = None
 
-    def begin(
-        self, version: Version, among: Sequence[Atom] | None, attempt: bytes, limit_s: float = WAIT_S
-    ) -> _Filling:
-        """Returns the copy in which a version is sealed, in place of the version before the last; see `seal`."""
+    def begin(self, version: Version, among: Sequence[Atom] | None, attempt: bytes) -> _Filling:
+        """Returns the copy in which a version is sealed, and drops versions but the one before; see `seal`."""
         if self._filling is not None and self._filling.attempt == attempt:
             return self._filling
         if among is None:
             raise self._wrong(version, "another stream or put has begun, and took its place")
-        store = self._here.store
-        slot = self._slots.get(version.count % 2)
-        if slot is None:
-            slot = self._slots[version.count % 2] = ServedArrays(self._side.allocate_arrays())
-        slot.withdraw(store)
-        with store.writing(slot.ranges(), limit_s=limit_s):  # waits for readers
-            pass
-        places = atoms.places(self._side.layouts, self._side.rank, among, whole=True)
-        self._filling = _Filling(attempt, slot, slot.serve(store), places)
+        before = self._slots.pop(version.count - 1, None)
+        for slot in self._slots.values():
+            slot.withdraw(self._here.store)
+            for at, array in enumerate(slot.arrays):
+                spare, shared = self._spare.setdefault(at, []), [] if before is None else before.arrays[at : at + 1]
+                if array.size and not any(array is other for other in (*shared, *spare)):
+                    spare.append(array)
+        self._leave_to_readers()
+        slot = _Slot([_NOTHING] * self._side.count)
+        self._slots = {version.count: slot} if before is None else {version.count - 1: before, version.count: slot}
+        if self._places[0] != tuple(among):
+            self._places = tuple(among), atoms.places(self._side.layouts, self._side.rank, among, whole=True)
+        self._filling = _Filling(attempt, slot, slot.serve(self._here.store), before, self._places[1])
         return self._filling
+
+    def _leave_to_readers(self) -> None:
+        """Keeps no spare copies that are still read; new readers can't find them."""
+        is_read = self._here.store.is_read
+        if is_read(byte_range(array) for some in self._spare.values() for array in some):
+            self._spare = {
+                at: [array for array in some if not is_read([byte_range(array)])] for at, some in self._spare.items()
+            }
 
     def _copy(self, filling: _Filling, wanted: Sequence[Atom], live: list[Array], limit_s: float) -> Digests:
         store = self._here.store
         ranges = self._side.ranges()
+        of_tensor: dict[int, list[Atom]] = {}
+        for atom in wanted:
+            of_tensor.setdefault(self._side.tensor(atom[0]), []).append(atom)
+        sealed: dict[Atom, bytes] = {}
         with store.reading(ranges, limit_s=limit_s):
             if store.is_dirty(ranges):
                 dirty = Violation(kind="dirty", rank=self._side.rank, field="tensor", found="half-written")
                 raise refusal("put", "", (dirty,))
-            slot = filling.slot.arrays
-            sealed = {}
-            for atom in wanted:
-                (part,) = filling.places[atom]
-                sealed[atom] = digests.copied(self._side.box(slot, part), self._side.box(live, part))
-        filling.sealed.update(sealed)
+            items = list(of_tensor.items())
+            count = min(_THREADS, 1 + self.nbytes(wanted) // _THREAD_NBYTES)
+            with ThreadPoolExecutor(count, "raycollect-copy") as threads:  # copies and digests hold no GIL
+                for copied in threads.map(lambda at: self._copy_tensors(filling, items[at::count], live), range(count)):
+                    sealed |= copied
+        filling.slot.sealed.update(sealed)
+        filling.slot.serve(store)
+        return sealed
+
+    def _copy_tensors(
+        self, filling: _Filling, tensors: Iterable[tuple[int, Sequence[Atom]]], live: list[Array]
+    ) -> dict[Atom, bytes]:
+        """Copies atoms, by tensor, unless the version before has the same bits of the tensor."""
+        before, sealed = filling.before, dict[Atom, bytes]()
+        for at, some in tensors:
+            boxes = [(atom, part, self._side.box(live, part)) for atom in some for part in filling.places[atom]]
+            if before is not None and all(
+                atom in before.sealed and digests.is_same(self._side.box(before.arrays, part), box)
+                for atom, part, box in boxes
+            ):
+                filling.slot.arrays[at] = before.arrays[at]
+                sealed |= {atom: before.sealed[atom] for atom in some}
+                continue
+            spare = self._spare.get(at)
+            filling.slot.arrays[at] = spare.pop() if spare else self._side.allocate_array(live[at])
+            for atom, part, box in boxes:
+                sealed[atom] = digests.copied(self._side.box(filling.slot.arrays, part), box)
         return sealed
 
     def _wrong(self, version: Version, detail: str) -> VersionNotPutError:

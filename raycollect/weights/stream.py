@@ -1,8 +1,8 @@
 """A put whose parts go to receivers while other parts are still being computed.
 
 A stream needs no more memory than a put. A part is copied into the publisher's copy of the version when it is sealed,
-and receivers read it from there into their second set of tensors. Only digests are queued in between. A receiver reads
-one batch of parts at a time: those that were sealed while it read the last batch.
+and receivers verify it there, or read it from another host. Only digests are queued in between. A receiver reads one
+batch of parts at a time: those that were sealed while it read the last batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from raycollect.driver.plan_tracker import retrieve_errors
 from raycollect.errors import VersionNotPutError, refuse, wrong_argument, wrong_time_limit
 from raycollect.errors.text import shown
 from raycollect.weights import agent, protocol
-from raycollect.weights.directory import Atoms, HolderRecord, Holders
+from raycollect.weights.directory import Atoms, Holder, Holders
 from raycollect.weights.protocol import Atom, RankEvent, RankSealed, RankSealedPart, Tell, Version
 from raycollect.weights.ranks import ATTACH_S, Job, Ranks, event_of
 from raycollect.weights.receipts import Receipt
@@ -51,7 +51,7 @@ class Publisher(Protocol):
     def _places_on(self, rank: int) -> Atoms:
         """Where the atoms of the next version lie on a rank."""
 
-    def _holder(self, rank: int, key: Key) -> HolderRecord:
+    def _holder(self, rank: int, key: Key) -> Holder:
         """A rank, of which some atoms can be had."""
 
     def _forget_overwritten(self) -> None:
@@ -232,7 +232,7 @@ class Stream(BoundToProcess):
             self._landing[ref] = target
 
     def _holders(self, part: Mapping[Atom, bytes]) -> Holders:
-        holders: list[tuple[HolderRecord, Atoms]] = []
+        holders: list[tuple[Holder, Atoms]] = []
         for rank, key in self._keys.items():
             places = self._publication._places_on(rank)
             mine = {atom: places[atom] for atom in part if atom in self._has[rank] and atom in places}

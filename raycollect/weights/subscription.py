@@ -6,13 +6,15 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
 from typing import Any
 
-from raycollect.core.model import Key
+from msgspec import structs
+
 from raycollect.driver.operand_binding import ensure_ray
+from raycollect.driver.plan_tracker import retrieve_errors
 from raycollect.errors import (
     PushError,
     RaycollectError,
@@ -32,7 +34,7 @@ from raycollect.errors.text import shown
 from raycollect.planner.layout import Layout
 from raycollect.ray_bridge import ray_session
 from raycollect.weights import agent, atoms, protocol
-from raycollect.weights.directory import HolderRecord, Holders, VersionDirectory
+from raycollect.weights.directory import Holder, Holders, VersionDirectory, in_order
 from raycollect.weights.protocol import (
     Atom,
     Digests,
@@ -45,14 +47,8 @@ from raycollect.weights.protocol import (
     Version,
 )
 from raycollect.weights.ranks import ATTACH_S, Job, Ranks, Update, drive, why_over, wrong_name
-from raycollect.weights.receipts import RankReceipt, Receipt
+from raycollect.weights.receipts import Receipt
 from raycollect.weights.turns import Turns
-
-Landed = tuple[RankReceipt, tuple[Key, ...]]
-"""The receipt of a rank that has staged a version, and the keys of holders that did not have the version."""
-
-MOST_RECEIVERS = 8
-"""How many receivers that hold a version a rank may ask before it asks the publisher."""
 
 
 def subscribe(
@@ -71,8 +67,8 @@ def subscribe(
         name: The name of the publication.
         dst_refs: One ref per rank, in the order of the layouts' ranks; updates write their tensors.
         layout: As in `publish`; floats are converted to the dtype that a layout asks for.
-        inplace: Saves the memory of a second set of tensors: an update writes the tensors themselves, between two
-            methods. From its beginning until an update has succeeded, the actors' methods raise a `VersionDirtyError`.
+        inplace: Saves the memory for what arrives from other hosts: an update writes the tensors themselves, between
+            two methods. From its beginning until an update has succeeded, methods raise a `VersionDirtyError`.
 
     Raises:
         LayoutError, UnsupportedError, ReadOnlyError, AliasError, RefusedError: As `publish`.
@@ -125,9 +121,9 @@ class Subscription:
     def update(self, version: int | Version | str = "latest", *, timeout_s: float = 60.0) -> Receipt:
         """Updates the group to a version: all of its living ranks, or none.
 
-        Each rank reads the parts that it lacks into a second set of tensors, from any process that holds the version,
-        while none of its methods runs, and recomputes the digests of the bytes that landed. When all ranks have
-        verified the version, each copies it into its tensors between two methods. A busy rank is waited for.
+        Each rank gets the parts that it lacks from any process that holds the version, while none of its methods runs,
+        and recomputes their digests. When all ranks have verified the version, each copies it into its tensors between
+        two methods. A busy rank is waited for.
 
         Args:
             version: A number of the newest publisher, a version that `put` returned, or ``"latest"``. If a later
@@ -197,43 +193,51 @@ class Subscription:
         wanted = []
         with self._turns.taken("stream", ATTACH_S, time.monotonic() + ATTACH_S):  # not between an update's two phases
             for rank in range(len(self._ranks)):
-                self._ranks.call(rank, agent.open_stream, self._id, rank, version, among)
+                self._ranks.call(rank, agent.receive, self._id, rank, "open_stream", version, among)
                 wanted.append(frozenset(atoms.places(self._ranks.layouts, rank, among, whole=False)))
         return wanted
 
     def _land(self, rank: int, version: Version, part: Digests, holders: Holders, limit_s: float) -> Any:
         """Makes a rank read atoms of a stream; returns the ref."""
-        return self._ranks.call(rank, agent.land, self._id, rank, version, part, holders, limit_s)
+        return self._ranks.call(rank, agent.receive, self._id, rank, "land", version, part, holders, limit_s)
 
-    def _job(
-        self, version: Version, records: Sequence[HolderRecord], left_s: Callable[[], float]
-    ) -> tuple[Update, Tell, dict[int, Landed]]:
-        """Returns the round that updates the ranks to a version, its first action, and a dict for their answers."""
+    def _job(self, version: Version, records: Sequence[Holder], left_s: Callable[[], float]) -> Update:
+        """Returns the round that updates the ranks to a version."""
         holders = self._holders(version, records)
-        staged: dict[int, Landed] = {}
 
         def tell(what: Tell, rank: int) -> Any:
             if what is Tell.STAGE:
-                some = self._for_rank(holders, rank)
-                return self._ranks.call(rank, agent.stage, self._id, rank, version, some, left_s())
+                args = self._id, rank, version, in_order(holders, rank, self._ranks.members[rank].machine), left_s()
+                if is_alone:
+                    return self._ranks.call(rank, agent.update, *args, time.monotonic() + left_s())
+                return self._ranks.call(rank, agent.stage, *args)
             return self._ranks.call(rank, agent.show, self._id, rank, replace(version, digests={}), left_s())
 
         def read(rank: int, answer: Any) -> RankEvent:
             if isinstance(answer, tuple):
-                staged[rank] = answer
-                return RankVerified(rank, answer[0].digests)
+                job.staged[rank] = answer[:2]
+                verified = RankVerified(rank, answer[0].digests)
+                if not is_alone:
+                    return verified
+                job.round, _ = protocol.advance(job.round, verified)
+                _, _, answer = answer
             if answer is None:  # another driver has staged something else
                 return RankFailed(rank)
             with suppress(VersionError):  # others will ask the publisher instead
-                self._directory.post_holders(
-                    version, [self._ranks.holder(rank, answer, self._signature, is_publisher=False)]
-                )
+                holder = structs.replace(self._ranks.members[rank], key=answer, signature=self._signature)
+                self._directory.post_holders(version, [holder])
             return RankShown(rank)
 
-        begun, first = protocol.begin_update(version, len(self._ranks))
-        return Update(round=begun, tell=tell, read=read, errors={}), first, staged
+        # No other rank has to verify the version first, the publisher lends it, and the clock is the driver's
+        here = {ray_session.machine_id()} if len(self._ranks) == 1 else set()
+        is_alone = here == {self._ranks.members[0].machine} and any(
+            holder.is_publisher and holder.machine in here for holder, _ in holders
+        )
+        begun, _ = protocol.begin_update(version, len(self._ranks))
+        job = Update(round=begun, tell=tell, read=read, errors={})
+        return job
 
-    def _holders(self, version: Version, records: Sequence[HolderRecord]) -> Holders:
+    def _holders(self, version: Version, records: Sequence[Holder]) -> Holders:
         among = tuple(version.digests)
         holders = []
         for record in records:
@@ -253,22 +257,15 @@ class Subscription:
             holders.append((record, cached[1]))
         return holders
 
-    def _for_rank(self, holders: Holders, rank: int) -> Holders:
-        """Orders the holders for a rank: receivers before the publisher, its host before others, others in rotation."""
-        at, here = rank % max(len(holders), 1), self._ranks.members[rank].machine
-        turned = sorted(
-            [*holders[at:], *holders[:at]], key=lambda pair: (pair[0].is_publisher, pair[0].member.machine != here)
-        )
-        receivers = [pair for pair in turned if not pair[0].is_publisher]
-        return receivers[:MOST_RECEIVERS] + turned[len(receivers) :]
-
-    def _finish(self, job: Job, staged: Mapping[int, Landed], began_s: float, timeout_s: float) -> Receipt:
+    def _finish(self, job: Update, began_s: float, timeout_s: float) -> Receipt:
         """Returns the receipt of a round that has ended; raises as `update`."""
         version = job.round.version
         with suppress(VersionError):  # other receivers can remove the records, too
-            for key in {key for _, stale in staged.values() for key in stale}:
+            for key in {key for _, stale in job.staged.values() for key in stale}:
                 self._directory.drop_holder(version, key)
         if job.round.phase is not Phase.DONE:
+            for rank in range(len(self._ranks)):  # or holders would lend their memory until the next update
+                retrieve_errors([self._ranks.call(rank, agent.receive, self._id, rank, "release")])
             raise self._failure(job, timeout_s)
         before, self._version = self._version, version
         is_same_epoch = before is not None and before.epoch == version.epoch
@@ -276,7 +273,7 @@ class Subscription:
         return Receipt(
             name=self.name,
             version=version,
-            ranks=tuple(staged[rank][0] for rank in sorted(job.round.done)),
+            ranks=tuple(job.staged[rank][0] for rank in sorted(job.round.done)),
             lost=tuple(sorted(job.round.lost)),
             skipped=max(version.count - since - 1, 0) if before is not None else 0,
             seconds=time.monotonic() - began_s,
@@ -352,24 +349,22 @@ def update_all(
     return everyone.receipts()
 
 
+@dataclass(eq=False)
 class _Updates:
     """Updates of several receiver groups; see `update_all`. A failed update does not affect the others."""
 
-    def __init__(
-        self,
-        subscriptions: Sequence[Subscription],
-        version: int | Version | str,
-        timeout_s: float,
-        resolved: Version | None,
-    ) -> None:
-        self._began_s = time.monotonic()
-        self.until_s: float = self._began_s + timeout_s
-        self._subscriptions = subscriptions
-        self._wanted = version
-        self._resolved = resolved
-        self._timeout_s = timeout_s
-        self._done: dict[int, Receipt] = {}
-        self._errors: dict[int, RaycollectError] = {}
+    subscriptions: Sequence[Subscription]
+    wanted: int | Version | str
+    timeout_s: float
+    resolved: Version | None
+    began_s: float = field(default_factory=time.monotonic)
+    done: dict[int, Receipt] = field(default_factory=dict)
+    errors: dict[int, RaycollectError] = field(default_factory=dict)
+
+    @property
+    def until_s(self) -> float:
+        """The deadline, by `time.monotonic`."""
+        return self.began_s + self.timeout_s
 
     def left_s(self) -> float:
         """Returns the time that is left, in seconds."""
@@ -381,55 +376,62 @@ class _Updates:
         try:
             yield
         except RaycollectError as exc:
-            self._errors[at] = strip_traceback(exc)
+            self.errors[at] = strip_traceback(exc)
 
     def run(self) -> None:
         """Updates the groups that have not failed."""
         todo: dict[int, Version] = {}
-        for at, subscription in enumerate(self._subscriptions):
-            if at not in self._errors:
+        for at, subscription in enumerate(self.subscriptions):
+            if at not in self.errors:
                 with self.failing(at):
-                    todo[at] = self._resolved or subscription._find(self._wanted)
+                    todo[at] = self.resolved or subscription._find(self.wanted)
         while todo:
             todo = self._round(todo)
 
     def _round(self, todo: Mapping[int, Version]) -> dict[int, Version]:
         """Updates groups to versions; returns newer versions to retry with, for groups whose version was replaced."""
-        records: dict[Version, list[HolderRecord]] = {}
-        jobs: dict[int, tuple[Update, Tell, dict[int, Landed]]] = {}
+        records: dict[Version, list[Holder]] = {}
+        jobs: dict[int, Update] = {}
         for at, version in todo.items():
             with self.failing(at):
                 if version not in records:
-                    records[version] = self._subscriptions[at]._directory.holders(version)
-                jobs[at] = self._subscriptions[at]._job(version, records[version], self.left_s)
-        beside = partial(_keep_layouts, [(self._subscriptions[at], todo[at].epoch) for at in jobs])
-        drive([(job, tell) for job, tell, _ in jobs.values()], self.left_s(), beside)
+                    records[version] = self.subscriptions[at]._directory.holders(version)
+                jobs[at] = self.subscriptions[at]._job(version, records[version], self.left_s)
+        beside = partial(_keep_layouts, [(self.subscriptions[at], todo[at].epoch) for at in jobs])
+        drive(jobs.values(), self.left_s(), beside)
         again: dict[int, Version] = {}
-        for at, (job, _, staged) in jobs.items():
-            subscription = self._subscriptions[at]
+        for at, job in jobs.items():
+            subscription = self.subscriptions[at]
             with self.failing(at):
                 try:
-                    self._done[at] = subscription._finish(job, staged, self._began_s, self._timeout_s)
+                    self.done[at] = subscription._finish(job, self.began_s, self.timeout_s)
                 except VersionTimeoutError:
                     raise
                 except RaycollectError:
-                    newer = subscription._find("latest") if self._wanted == "latest" else todo[at]
-                    if newer <= todo[at]:
+                    newer = self._newer(subscription)
+                    if newer is None or newer <= todo[at]:
                         raise
                     again[at] = newer
         return again
 
+    def _newer(self, subscription: Subscription) -> Version | None:
+        """Returns the latest version if that was asked for; None if it can't be found."""
+        if self.wanted == "latest":
+            with suppress(RaycollectError):  # the caller has an error of its own
+                return subscription._find("latest")
+        return None
+
     def receipts(self) -> list[Receipt]:
         """Returns the receipts; raises the error of the only group, or a `PushError`."""
-        if not self._errors:
-            return [self._done[at] for at in range(len(self._subscriptions))]
-        if len(self._subscriptions) == 1:
-            raise copy_error(self._errors[0])
+        if not self.errors:
+            return [self.done[at] for at in range(len(self.subscriptions))]
+        if len(self.subscriptions) == 1:
+            raise copy_error(self.errors[0])
         raise PushError(
-            name=self._subscriptions[0].name,
-            detail=f"{len(self._errors)} of {len(self._subscriptions)} receiver groups were not updated",
-            receipts=tuple(self._done.get(at) for at in range(len(self._subscriptions))),
-            errors=tuple(self._errors.get(at) for at in range(len(self._subscriptions))),
+            name=self.subscriptions[0].name,
+            detail=f"{len(self.errors)} of {len(self.subscriptions)} receiver groups were not updated",
+            receipts=tuple(self.done.get(at) for at in range(len(self.subscriptions))),
+            errors=tuple(self.errors.get(at) for at in range(len(self.subscriptions))),
         )
 
 

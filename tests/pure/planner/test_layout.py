@@ -216,6 +216,16 @@ def test_regions_that_make_no_sense_are_told() -> None:
         Layout.of_regions([4], [])
 
 
+def test_the_last_ranks_may_hold_nothing() -> None:
+    rows = [Region(rank=0, box=((0, 4),), at=(0,))]
+    wide = Layout.of_regions([4], rows, world_size=3)
+    assert (wide.world_size, wide.local_shape(0), wide.local_shape(2)) == (3, (4,), None)
+    assert Layout.from_bytes(wide.to_bytes()) == wide != Layout.of_regions([4], rows)
+    for wrong in (0, True, "3"):
+        with pytest.raises(InvalidArgumentError):
+            Layout.of_regions([4], rows, world_size=wrong)  # type: ignore[arg-type]
+
+
 def test_layouts_that_can_not_be_fused_are_told() -> None:
     one, other = layout([4], mesh={"a": 2}), layout([4], mesh={"a": 2}, dtype="int8")
     with pytest.raises(InvalidArgumentError, match="of one dtype"):

@@ -30,8 +30,9 @@ from raycollect.errors import (
 )
 from raycollect.pos import Store, description, tensors
 from raycollect.pos import fetch as fetching
+from raycollect.pos.boxes import OutOfReach
 from raycollect.pos.container import DEEPEST
-from raycollect.pos.fetch import _OutOfReach, _read_value, lending_s, serve
+from raycollect.pos.fetch import _read_value, lending_s, serve
 from raycollect.pos.held import find
 from tests.pure.channel.parties import HOST, LIMIT_S, SECRET, Party
 from tests.pure.fleet import contain
@@ -370,7 +371,7 @@ def test_a_client_that_was_lent_something_says_that_it_has_copied_it_and_nothing
 
 def test_what_was_read_too_late_is_not_believed() -> None:
     wire, _ = lent(tensors.zeros(100_000))
-    with pytest.raises(_OutOfReach):
+    with pytest.raises(OutOfReach):
         _read_value(wire, wire.answers[0], time.monotonic() - lending_s(800_000) - 1, ANY)  # type: ignore[arg-type]
     assert wire.answers[1:] == []
 
@@ -381,7 +382,7 @@ def test_memory_that_is_not_there_any_more_is_out_of_reach(reads_processes: bool
     answer = wire.answers[0]
     (pid, fd, _, nbytes), *rest = msgpack.unpackb(answer.description)
     gone = msgpack.packb([[pid, fd, bytes(32), nbytes], *rest])
-    with pytest.raises(_OutOfReach):
+    with pytest.raises(OutOfReach):
         _read_value(wire, Fetched(description=gone), time.monotonic(), ANY)  # type: ignore[arg-type]
 
 

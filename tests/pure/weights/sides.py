@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+from msgspec import structs
 
 from raycollect.backends import arrays
 from raycollect.core.model import Address, Key
 from raycollect.planner.layout import layout
 from raycollect.pos import Container
 from raycollect.weights import atoms
-from raycollect.weights.directory import HolderRecord, RankProcess
+from raycollect.weights.directory import Holder
 from raycollect.weights.protocol import Version
 from raycollect.weights.receiver import Receiver
 from raycollect.weights.source import Source
@@ -18,7 +19,9 @@ NAMES = ("a", "b", "c")
 LAYOUTS = {name: layout([4, 6], mesh={"rank": 1}, dtype="float32") for name in NAMES}
 AMONG = atoms.cut(LAYOUTS, [])
 NBYTES = 4 * 6 * 4
-HERE = RankProcess(address=Address(host="", port=0, secret=b"here"), actor="T", incarnation="1", machine="M")
+HERE = Holder(
+    address=Address(host="", port=0, secret=b"here"), actor="T", incarnation="1", machine="M", rank=0, is_publisher=True
+)
 KEY, OTHER = Key(b"k" * 28), Key(b"o" * 28)
 V1 = Version(1, 1, dtypes=dict.fromkeys(NAMES, "float32"), count=1)
 
@@ -37,4 +40,4 @@ def receiver(here, held, **kwargs):
 
 def holder(key):
     places = atoms.held_places(LAYOUTS, 0, AMONG)
-    return HolderRecord(member=HERE, key=key, signature=b"", rank=0, is_publisher=True), places
+    return structs.replace(HERE, key=key), places

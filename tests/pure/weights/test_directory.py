@@ -20,7 +20,7 @@ from raycollect.errors import (
 )
 from raycollect.ray_bridge import ray_cluster, ray_session
 from raycollect.weights import directory
-from raycollect.weights.directory import HolderRecord, RankProcess, VersionDirectory, sweep
+from raycollect.weights.directory import Holder, VersionDirectory, sweep
 from raycollect.weights.protocol import Phase, Version, VersionRound
 from raycollect.weights.publication import Publication
 from raycollect.weights.ranks import Job
@@ -94,10 +94,10 @@ def make_store(monkeypatch) -> Callable[[], Store]:
 
 def holds(there, version, worker, signature=b"s", *, is_publisher=False):
     address = Address(host="127.0.0.1", port=1, secret=bytes(32))
-    member = RankProcess(address=address, actor=worker, incarnation=worker, machine="here")
-    record = HolderRecord(
-        member=member, key=Key(worker.encode()), signature=signature, rank=0, is_publisher=is_publisher
-    )
+    record = Holder(
+        address=address, actor=worker, incarnation=worker, rank=0, is_publisher=is_publisher, signature=signature,
+        key=Key(worker.encode()), machine="here",
+    )  # fmt: skip
     there.post_holders(version, [record])
 
 
@@ -181,6 +181,7 @@ def test_a_put_whose_record_may_be_there_is_not_put_again_under_its_number(make_
     pub._directory.keep_epoch(1, "p")
     pub._cut, pub._places = (frozenset(), ()), {}
     pub._last = pub._used = pub._before = Version(1, 0)
+    pub._newest = 1
     put = store.internal_kv_put
 
     def put_and_lose(key, *args, **kwargs):

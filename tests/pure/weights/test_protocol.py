@@ -214,9 +214,9 @@ def test_whatever_keeps_a_group_from_a_version_the_others_have_it_and_all_is_tol
             self._directory = SimpleNamespace(within=lambda *_: nullcontext(), holders=lambda version: [])
 
         def _job(self, version, records, left_s):
-            return Job(round=protocol.begin_update(version, 1)[0], errors={}), Tell.STAGE, {}
+            return Job(round=protocol.begin_update(version, 1)[0], errors={})
 
-        def _finish(self, job, staged, began_s, timeout_s):
+        def _finish(self, job, began_s, timeout_s):
             if isinstance(self.outcome, Exception):
                 raise self.outcome
             return self.outcome

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -129,6 +130,91 @@ def test_tensors_that_are_given_take_the_place_of_the_published(here):
     assert (held["b"] == 1).all()
 
 
+def test_a_version_shares_the_copies_of_tensors_that_have_not_changed(here):
+    held, mine = tensors(1), tensors(0)
+    src, dst = source(here, held), receiver(here, mine)
+    lie = memory(here, put(src, dst, 1)[0])
+    for number in (2, 3, 4):
+        held["a"].fill(number)
+        key, receipt = put(src, dst, number)
+        assert receipt.nbytes == NBYTES  # the others lie here already
+        before, lie = lie, memory(here, key)
+        assert [name for name in NAMES if before[name] != lie[name]] == ["a"]
+        assert [float(mine[name][0, 0]) for name in NAMES] == [number, 1, 1]
+    mine["b"][0, 0] = 9  # what others have written is read again
+    assert put(src, dst, 5)[1].nbytes == NBYTES
+    assert (mine["b"] == 1).all()
+
+
+def put(src, dst, number):
+    """Puts a version and shows it; returns its key and the receipt."""
+    version = replace(V1, number=number, count=number)
+    key, digests = src.seal(version, AMONG, bytes([number]))
+    receipt = dst.stage(replace(version, digests=digests), [holder(key)], 1.0)
+    assert dst.show(version)
+    return key, receipt
+
+
+def memory(here, key):
+    """Where the copies of a version lie."""
+    return dict(zip(NAMES, map(arrays.byte_range, here.store.look(key).tensors), strict=True))
+
+
+def test_what_a_receiver_has_verified_stays_as_it_is_while_other_versions_are_put(here):
+    held, mine = tensors(1), tensors(0)
+    src, dst = source(here, held), receiver(here, mine)
+    key, digests = src.seal(V1, AMONG, b"1")
+    first = replace(V1, digests=digests)
+    dst.stage(first, [holder(key)], 1.0)
+    for number in range(2, 6):  # they take the place of the first
+        for array in held.values():
+            array.fill(number)
+        key, digests = src.seal(replace(V1, number=number, count=number), AMONG, bytes([number]))
+    assert dst.show(first)
+    assert all((array == 1).all() for array in mine.values())
+    last = replace(V1, number=5, digests=digests)
+    dst.stage(last, [holder(key)], 1.0)
+    dst.release()  # as an update that has failed on another rank does
+    assert dst.stage(last, [holder(key)], 1.0).nbytes == 3 * NBYTES
+    assert dst.show(last)
+    assert all((array == 5).all() for array in mine.values())
+
+
+def test_a_version_is_served_until_another_one_is_written(here):
+    held, mine = tensors(1), tensors(0)
+    src, dst = source(here, held), receiver(here, mine)
+    key, digests = src.seal(V1, AMONG, b"1")
+    first = replace(V1, digests=digests)
+    dst.stage(first, [holder(key)], 1.0)
+    served = dst.show(V1)
+    for array in held.values():
+        array.fill(2)
+    second = replace(V1, number=2, count=2)
+    key, digests = src.seal(second, AMONG, b"2")
+    bad = replace(second, digests={**digests, next(iter(part_of("c"))): b"another"})
+    with pytest.raises(VersionNotWholeError):
+        dst.stage(bad, [holder(key)], 1.0)
+    dst.stage(replace(second, digests=digests), [holder(key)], 1.0)
+    late = receiver(here, tensors(0))
+    assert late.stage(first, [holder(served)], 1.0).nbytes == 3 * NBYTES
+    assert dst.show(second) != served
+    with pytest.raises(VersionNotWholeError):
+        late.stage(replace(second, digests=digests), [holder(served)], 1.0)
+
+
+def test_what_methods_write_between_the_two_phases_is_read_again(here):
+    held, mine = tensors(1), tensors(0)
+    src, dst = source(here, held), receiver(here, mine)
+    put(src, dst, 1)
+    held["a"].fill(2)
+    second = replace(V1, number=2, count=2)
+    key, digests = src.seal(second, AMONG, b"2")
+    dst.stage(replace(second, digests=digests), [holder(key)], 1.0)
+    mine["b"].fill(7)
+    assert dst.show(second)
+    assert [float(mine[name][0, 0]) for name in NAMES] == [2, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("part", "match"),
     [
@@ -187,7 +273,7 @@ def test_in_place_what_others_write_before_the_commit_is_not_shown(here):
 @pytest.fixture
 def held_here(here, monkeypatch):
     """What this process, as an actor, holds under `KEY`."""
-    monkeypatch.setattr(agent, "_member", lambda actor, op: HERE)
+    monkeypatch.setattr(agent, "_member", lambda actor, op, rank: HERE)
     here.methods.is_ordered = False
     held = tensors(0)
     here.store.put(KEY, Container.of(held, arrays.is_tensor))
@@ -335,6 +421,17 @@ def test_tensors_that_a_failed_collective_has_left_dirty_are_subscribed_and_over
     assert agent.show(None, "sub", 0, V1)
     assert here.store.statistics().dirty == 0
     assert (array == 1).all()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_only_rank_shows_at_once_and_not_after_the_drivers_time(here, held_here, is_late):
+    key, digests = source(here, tensors(1)).seal(V1, AMONG, b"1")
+    agent.attach_receiver(None, "policy", "sub", KEY, LAYOUTS, 0, False)
+    until_s = time.monotonic() + (-1 if is_late else 60)
+    receipt, _, served = agent.update(None, "sub", 0, replace(V1, digests=digests), [holder(key)], 1.0, until_s)
+    assert receipt.digests == digests
+    assert ((served is None), agent.shown("sub")[1]) == ((True, None) if is_late else (False, V1))
+    assert bool(held_here["a"].any()) is not is_late
 
 
 def test_a_side_of_which_one_rank_refuses_is_ended_on_all(monkeypatch):
