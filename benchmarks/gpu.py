@@ -189,8 +189,8 @@ def graphs(team: Team, quick: bool) -> Iterator[Line]:
 
 
 def slowest(found: Sequence[dict[str, list[float]]]) -> dict[str, float]:
-    """Contender -> the median of the slowest rank in microseconds, of milliseconds by rank."""
-    return {name: max(statistics.median(one[name]) for one in found) * 1e3 for name in found[0]}
+    """Contender -> the median of the slowest rank in microseconds, of seconds by rank."""
+    return {name: max(statistics.median(one[name]) for one in found) * 1e6 for name in found[0]}
 
 
 def parts_of(several: int) -> list[Part]:

@@ -1,7 +1,7 @@
 """The contenders of `raycollect bench`: a collective by raycollect, by Ray's own library, and by the object store.
 
 Each contender has actors of its own, of the class that its users would write: only those of the driver's collectives
-inherit the mixin. All use float32 tensors.
+inherit the mixin. Ray spreads them over its nodes. All use float32 tensors.
 """
 
 from __future__ import annotations
@@ -105,9 +105,10 @@ class BenchActor:
     def times(self, count: int) -> list[float]:
         """Makes it `count` times, after a barrier; returns the seconds of each."""
         self._library.barrier(self._group)
-        return timed(self._bound(), count)
+        return timed(self.bound(), count)
 
-    def _bound(self) -> Callable[[], object]:
+    def bound(self) -> Callable[[], object]:
+        """Returns a function that makes this rank's part of the call."""
         operation, given, taken = self._operation, self.given, self.taken
         if self._library is not col:  # which takes lists of tensors in the place of tensors of several pieces
             given = np.split(given, self._ranks) if operation == "reducescatter" else given
@@ -170,7 +171,7 @@ class BenchContender:
         self.group = next(group_names)
         self._in_arena = in_arena
         self.closing = ExitStack()
-        remote: Any = ray.remote(num_cpus=0)(self.ACTOR)
+        remote: Any = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(self.ACTOR)
         self.actors = [remote.remote(rank, ranks) for rank in range(ranks)]
         for actor in self.actors:
             self.closing.callback(ray.kill, actor)
