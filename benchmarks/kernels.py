@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,7 +30,6 @@ from raycollect.cli.harness import timed
 from raycollect.core.model import TENSOR, GroupSpec, Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Joining
 
-OPS = ("allreduce", "broadcast", "send")
 TIMEOUT_S = 60.0
 SOCKET = "coordinator"
 _BLOCK = 64 << 10  # elements of a slice that stay in the cache of a core
@@ -38,7 +38,7 @@ Array = Any
 
 
 class Player:
-    """A rank of a library; `bind` returns a function that does an operation once on an array."""
+    """A rank of a library; `bind` returns a function that does an allreduce once on an array."""
 
     def __init__(self, rank: int, ranks: int, folder: Path) -> None:
         self.rank, self.ranks, self.folder = rank, ranks, folder
@@ -51,8 +51,8 @@ class Player:
         """Makes an array in the memory that the contender works on."""
         return np.empty(size, np.float32)
 
-    def bind(self, op: str, array: Array) -> Callable[[], object]:
-        """Prepares an operation of `OPS`; rank 0 is the root, and sends."""
+    def bind(self, array: Array) -> Callable[[], object]:
+        """Prepares an allreduce in place."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -79,20 +79,10 @@ class Ours(Player):
         """An array in ordinary memory, or in the arena."""
         return col.empty(size, np.float32) if self.in_arena else super().empty(size)
 
-    def bind(self, op: str, array: Array) -> Callable[[], object]:
+    def bind(self, array: Array) -> Callable[[], object]:
         """Agrees on a launch, and runs its kernel."""
-        gives = self.rank == 0 or op == "allreduce"
-        takes = self.rank > 0 or op == "allreduce"
-        kinds = {"allreduce": OpKind.ALLREDUCE, "broadcast": OpKind.BROADCAST}
-        kind = kinds.get(op) or (OpKind.RECV if self.rank else OpKind.SEND)
-        kernel = Kernel(
-            kind=kind,
-            src=array if gives else None,
-            dst=array if takes else None,
-            peer={"allreduce": -1, "broadcast": 0}.get(op, 1 - self.rank),
-            op=ReduceOp.SUM if op == "allreduce" else None,
-        )
-        arrival = _arrival(op, array)
+        kernel = Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM)
+        arrival = _arrival(array)
         communicator, seqs, everyone = self._communicator, self._seqs, tuple(range(self.ranks))
 
         def once() -> None:
@@ -109,13 +99,13 @@ class Ours(Player):
         self._communicator.close()
 
 
-def _arrival(op: str, array: Array) -> bytes:
+def _arrival(array: Array) -> bytes:
     """What a rank brings to the check in a plan of one call."""
     from raycollect.backends import arrays
     from raycollect.engine.agreement import Arrival, Side, Spec, encode_arrival
 
     gives = Side(structure=TENSOR, tensors=(arrays.info(array),))
-    return encode_arrival(Arrival(spec=Spec(op=op, reduce_op="SUM", gives=gives)))
+    return encode_arrival(Arrival(spec=Spec(op="allreduce", reduce_op="SUM", gives=gives)))
 
 
 class OursInArena(Ours):
@@ -140,12 +130,9 @@ class Torch(Player):
         timeout, store = timedelta(seconds=TIMEOUT_S), self._dist.FileStore(str(self.folder / "store"), self.ranks)
         self._dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.ranks, timeout=timeout)
 
-    def bind(self, op: str, array: Array) -> Callable[[], object]:
+    def bind(self, array: Array) -> Callable[[], object]:
         """One call; without `async_op` it returns when it is done here."""
-        dist, tensor = self._dist, self._torch.from_numpy(array)
-        if op == "send":
-            return (lambda: dist.recv(tensor, 0)) if self.rank else (lambda: dist.send(tensor, 1))
-        return (lambda: dist.all_reduce(tensor)) if op == "allreduce" else (lambda: dist.broadcast(tensor, 0))
+        return partial(self._dist.all_reduce, self._torch.from_numpy(array))
 
     def close(self) -> None:
         """Leaves the process group."""
@@ -164,17 +151,11 @@ class Xoscar(Player):
         self._store = gloo.rendezvous.PrefixStore("benchmark", self._files)
         self._context.connectFullMesh(self._store, device)
 
-    def bind(self, op: str, array: Array) -> Callable[[], object]:
+    def bind(self, array: Array) -> Callable[[], object]:
         """One call, with pointers."""
-        gloo, context, at, size = self._gloo, self._context, array.ctypes.data, array.size
-        dtype = gloo.GlooDataType_t.glooFloat32
-        if op == "send":
-            moves = gloo.recv if self.rank else gloo.send
-            return lambda: moves(context, at, size, dtype, 1 - self.rank)
-        if op == "broadcast":
-            return lambda: gloo.broadcast(context, at, at, size, dtype, 0)
-        ring = gloo.AllreduceAlgorithm.RING
-        return lambda: gloo.allreduce(context, at, at, size, dtype, gloo.ReduceOp.SUM, ring)
+        gloo, at = self._gloo, array.ctypes.data
+        dtype, ring = gloo.GlooDataType_t.glooFloat32, gloo.AllreduceAlgorithm.RING
+        return partial(gloo.allreduce, self._context, at, at, array.size, dtype, gloo.ReduceOp.SUM, ring)
 
 
 class Mpi(Player):
@@ -186,12 +167,9 @@ class Mpi(Player):
 
         self._mpi, self._world = MPI, MPI.COMM_WORLD
 
-    def bind(self, op: str, array: Array) -> Callable[[], object]:
+    def bind(self, array: Array) -> Callable[[], object]:
         """One call, with buffers."""
-        mpi, world = self._mpi, self._world
-        if op == "send":
-            return (lambda: world.Recv(array, 0)) if self.rank else (lambda: world.Send(array, 1))
-        return (lambda: world.Allreduce(mpi.IN_PLACE, array)) if op == "allreduce" else (lambda: world.Bcast(array, 0))
+        return partial(self._world.Allreduce, self._mpi.IN_PLACE, array)
 
     def close(self) -> None:
         """Finalizes MPI, which waits for all ranks."""
@@ -211,7 +189,7 @@ class Limit(Player):
         own.write_bytes(bytes(max(4 * size, mmap.PAGESIZE)))
         return np.memmap(own, np.float32, "r+", shape=(size,))
 
-    def bind(self, op: str, array: Array) -> Callable[[], object]:
+    def bind(self, array: Array) -> Callable[[], object]:
         """One pass over the slice of this rank."""
         rendezvous = Folder(self.folder)
         rendezvous.put(f"{array.size}.{self.rank}", b"written")
@@ -259,11 +237,11 @@ class Worker:
         """Makes the player; the players of all ranks meet here."""
         self._player = PLAYERS[contender](*self._place)
 
-    def prepare(self, op: str, nbytes: int) -> None:
+    def prepare(self, nbytes: int) -> None:
         """Makes the operand."""
-        self._op, self._once, self._array = op, None, None  # frees the last one first
+        self._once = self._array = None  # frees the last one first
         self._array = self._player.empty(max(1, nbytes // 4))
-        self._once = self._player.bind(op, self._array)
+        self._once = self._player.bind(self._array)
 
     def fill(self) -> None:
         """Sets it to the rank + 1."""
@@ -277,7 +255,7 @@ class Worker:
     def check(self, runs: int) -> None:
         """Raises AssertionError unless the operand holds the result of so many runs."""
         ranks = self._place[1]
-        value = ranks * (ranks + 1) / 2 * float(ranks) ** (runs - 1) if self._op == "allreduce" else 1.0
+        value = ranks * (ranks + 1) / 2 * float(ranks) ** (runs - 1)
         assert np.allclose([self._array.min(), self._array.max()], value), f"not {value}: {self._array[:4]}"
 
     def close(self) -> None:

@@ -21,12 +21,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kernels import OPS, PLAYERS, SOCKET
+from benchmarks.kernels import PLAYERS, SOCKET
 from benchmarks.report import Record, Row, Skip
 from benchmarks.suite import KB, MB, Choice, Table, entry, sweep
 from raycollect.cli.harness import Skipped
 
-KERNEL = Table("kernel", "no Ray, float32, in place", "torch gloo")
+KERNEL = Table("kernel", "allreduce without Ray, float32, in place", "torch gloo")
 HOSTS = Table("hosts", "over three hosts with two actors each, float32, called from the driver")
 TABLES = (KERNEL, HOSTS)
 NEEDS_RAY = False  # the hosts have a cluster of their own
@@ -40,8 +40,8 @@ _ANSWER_S = 120.0
 class Team:
     """A contender with a process per rank, all blocked on their sockets unless they are asked for something."""
 
-    def __init__(self, name: str, op: str, ranks: int) -> None:
-        self.name, self._op, self._runs = name, op, 0
+    def __init__(self, name: str, ranks: int) -> None:
+        self.name, self._runs = name, 0
         self._connections: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._folder = Path(tempfile.mkdtemp(prefix="raycollect-bench-"))
@@ -54,7 +54,7 @@ class Team:
 
     def prepare(self, nbytes: int) -> None:
         """Makes operands on all ranks."""
-        self._ask("prepare", self._op, nbytes)
+        self._ask("prepare", nbytes)
 
     def fill(self) -> None:
         """Sets them to their first values."""
@@ -141,13 +141,10 @@ FULL = ((MB, 1200), (16 * MB, 300), (64 * MB, 60), (math.inf, 24))
 def measure(choice: Choice) -> Iterator[Record]:
     """Measures the kernels over 2 and 4 processes, then the hosts."""
     for ranks in choice.ranks or ((2,) if choice.quick else (2, 4)):
-        for op in OPS if ranks == 2 else OPS[:2]:
-            names = [name for name in PLAYERS if name != "limit" or op == "allreduce"]
-            makers = [entry(name, Team, op, ranks) for name in names]
-            sizes = SIZES if op == "allreduce" or not choice.quick else (64 * KB, 16 * MB)
-            runs = lambda nbytes: (_below(QUICK, nbytes), _below(FULL, nbytes))  # noqa: E731
-            burst = partial(_below, BURSTS)
-            yield from sweep(KERNEL, choice, makers, op=op, ranks=ranks, sizes=sizes, runs=runs, burst=burst)
+        makers = [entry(name, Team, ranks) for name in PLAYERS]
+        runs = lambda nbytes: (_below(QUICK, nbytes), _below(FULL, nbytes))  # noqa: E731
+        burst = partial(_below, BURSTS)
+        yield from sweep(KERNEL, choice, makers, op="allreduce", ranks=ranks, sizes=SIZES, runs=runs, burst=burst)
     yield from hosts(choice)
 
 

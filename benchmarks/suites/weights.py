@@ -1,8 +1,7 @@
 """Weights that move: from a trainer to rollouts, between layouts, and a tensor from actor to actor.
 
 In tables `weights` and `reshard`, 200 tensors go from the layout of the trainers to that of the rollouts. raycollect
-moves what each rollout needs. By hand, people copy each box from what the trainers have put into the object store, or
-have the first trainer gather the full tensors and broadcast them in one piece (`ray.util.collective` over gloo). All
+moves what each rollout needs. By hand, people copy each box from what the trainers have put into the object store. Both
 begin and end alike: the trainers' values are others in each turn, and the rollouts' tensors are written in place.
 
 In table `p2p` a buffer of one actor arrives at another. `send_ref` writes into a buffer there; by Ray Direct Transport
@@ -27,7 +26,9 @@ from raycollect.cli.contenders import BenchActor, BenchContender, Members, RayCo
 from raycollect.cli.harness import timed
 
 WEIGHTS = Table("weights", "weights from a trainer to three rollouts", "object store")
-RESHARD = Table("reshard", "weights from four trainers to two replicas over two ranks each")
+RESHARD = Table(
+    "reshard", "weights from four trainers to two replicas over two ranks each", "object store, boxes by hand"
+)
 P2P = Table("p2p", "from one actor to another, float32")
 TABLES = (WEIGHTS, RESHARD, P2P)
 NEEDS_RAY = True
@@ -76,7 +77,7 @@ class Holder:
 
     def __init__(self, rank: int, ranks: int) -> None:
         sides, trainers = MESHES[ranks], size_of(MESHES[ranks][0])
-        self.world_rank, self.ranks, self.trainers = rank, ranks, trainers
+        self.trainers = trainers
         self.is_trainer = rank < trainers
         self.mesh, self.rank = (sides[0], rank) if self.is_trainer else (sides[1], rank - trainers)
         self.trainer_mesh = sides[0]
@@ -85,11 +86,9 @@ class Holder:
         """Makes the tensors."""
         self.boxes = boxes(nbytes, self.mesh, self.rank)
         self.theirs = [boxes(nbytes, self.trainer_mesh, rank) for rank in range(self.trainers)]
-        self.shapes = {name: layout.shape for name, layout in layouts(nbytes, self.trainer_mesh).items()}
-        shape = next(iter(self.shapes.values()))
+        shape = next(iter(layouts(nbytes, self.mesh).values())).shape
         whole = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
         make = col.array if in_arena else np.array
-        self.full: Any = None
         self.first = {name: np.array(whole[box]) for name, box in self.boxes.items()}
         self.weights: dict[str, Any] = {name: make(first) for name, first in self.first.items()}
 
@@ -123,46 +122,6 @@ class Holder:
                 shared = common(self.boxes[name], its[name])
                 if shared is not None:
                     array[shared[0]] = part[name][shared[1]]
-
-    def join(self, group: str) -> None:
-        """Joins a group of `ray.util.collective` over gloo."""
-        import_module("torch").set_num_threads(1)
-        self.group, self.collective = group, import_module("ray.util.collective")
-        self.collective.init_collective_group(self.ranks, self.world_rank, "gloo", group)
-
-    def leave(self) -> None:
-        """Leaves it."""
-        self.collective.destroy_collective_group(self.group)
-
-    def spread(self) -> None:
-        """The first trainer gathers the full tensors and broadcasts them; a rollout takes its part."""
-        if self.full is None:
-            self.full = np.empty(sum(int(np.prod(shape)) for shape in self.shapes.values()), np.float32)
-        split = np.split(self.full, len(self.shapes))  # all tensors have one shape
-        wholes = {name: part.reshape(shape) for (name, shape), part in zip(self.shapes.items(), split, strict=True)}
-        if self.is_trainer and self.trainers == 1:
-            np.concatenate([array.ravel() for array in self.weights.values()], out=self.full)
-        elif self.is_trainer:
-            flat = np.concatenate([array.ravel() for array in self.weights.values()])
-            if self.rank:
-                self.collective.send(flat, 0, self.group)
-            else:
-                self._gather(flat, wholes)
-        self.collective.broadcast(self.full, 0, self.group)
-        if not self.is_trainer:
-            for name, array in self.weights.items():
-                array[...] = wholes[name][self.boxes[name]]
-
-    def _gather(self, flat: Any, wholes: dict[str, Any]) -> None:
-        for rank, its in enumerate(self.theirs):
-            part = flat if rank == 0 else np.empty_like(flat)
-            if rank:
-                self.collective.recv(part, rank, self.group)
-            taken = 0
-            for name, whole in wholes.items():
-                target = whole[its[name]]
-                target[...] = part[taken : taken + target.size].reshape(target.shape)
-                taken += target.size
 
 
 class HolderParticipant(Holder, col.CollectiveParticipant):
@@ -200,19 +159,6 @@ class ByStore(BenchContender):
         """Moves the weights once."""
         put = [actor.put.remote() for actor in self.sides[0]]
         ray.get([actor.take.remote(*put) for actor in self.sides[1]])
-
-
-class ByRay(ByStore):
-    """The first trainer gathers, and broadcasts. Over one group of all, as gloo has one world per process."""
-
-    def start(self) -> None:
-        """Has all actors join a group."""
-        self.each("join", self.group)
-        self.closing.callback(self.each, "leave")
-
-    def operate(self) -> None:
-        """Calls all actors."""
-        self.each("spread")
 
 
 class Moved(ByStore):
@@ -420,7 +366,6 @@ def measure(choice: Choice) -> Iterator[Record]:
         entry("object store", ByStore, "broadcast", 4),
         entry("raycollect, put and push", Versions, "broadcast", 4),
         entry("raycollect", Moved, "broadcast", 4),
-        entry("ray.util.collective", ByRay, "broadcast", 4),
     ]
     op, sizes = f"sync of {COUNT}", (100 * MB,)
     yield from sweep(WEIGHTS, choice, makers, op=op, ranks=4, sizes=sizes, runs=lambda _: (6, 20))
@@ -429,7 +374,6 @@ def measure(choice: Choice) -> Iterator[Record]:
         entry("raycollect", Moved, "reshard", 8),
         entry("raycollect, arena", Moved, "reshard", 8, in_arena=True),
         entry("raycollect, captured", MovedByStep, "reshard", 8, in_arena=True),
-        entry("ray.util.collective", ByRay, "reshard", 8),
     ]
     op, sizes = f"reshard of {COUNT}", (64 * MB,)
     yield from sweep(RESHARD, choice, makers, op=op, ranks=8, sizes=sizes, runs=lambda _: (8, 24))
