@@ -10,7 +10,7 @@ users write it. Results are checked in every round; contenders that are not inst
 `suites.weights`    weights to rollouts, between layouts, from actor to actor
 `suites.links`      the kernels alone, and collectives between hosts
 `suites.faults`     a rank that dies, or calls something else
-`suite`, `report`   what a suite is told, and what it gives
+`suite`, `report`   the choices of a run, the measurement of a case, its records
 `targets`           what was asked of the library, and whether it is reached
 `gpu`               checks and times `nccl` on a GPU, by itself
 ==================  ================================================================================================

@@ -97,8 +97,8 @@ class Report:
             for row in self.rows
         ]
         lines = ["", title, *(columns([head, *cells], head[4:]) if cells else [])]
-        lines += [f"{one.case}, {one.contender}: {'; '.join(one.said)}" for one in self.outcomes]
-        return "\n".join([*lines, *(f"skipped: {one.contender}: {one.reason}" for one in self.skipped)])
+        lines += [f"{each.case}, {each.contender}: {'; '.join(each.said)}" for each in self.outcomes]
+        return "\n".join([*lines, *(f"skipped: {skip.contender}: {skip.reason}" for skip in self.skipped)])
 
 
 def rows_of(spent_s: Mapping[str, Sequence[float]], *, suite: str, op: str, ranks: int, nbytes: int) -> list[Row]:

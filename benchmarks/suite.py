@@ -1,4 +1,4 @@
-"""What a suite is told, and how it measures a case."""
+"""The choices of a run, and the measurement of one case of a suite."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ reaches them, too.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import statistics
 import sys
@@ -167,7 +168,7 @@ def start_ray() -> None:
     """Joins the cluster that RAY_ADDRESS names, or starts Ray on this machine."""
     address = os.environ.get("RAY_ADDRESS", "local")
     print("starting Ray on this machine" if address == "local" else f"joining the Ray cluster at {address}", flush=True)
-    ray.init(address, include_dashboard=False, log_to_driver=False, logging_level="warning")
+    ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
 
 
 if __name__ == "__main__":

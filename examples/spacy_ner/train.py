@@ -137,7 +137,7 @@ class Evaluation:
 
 def train(trainers: list[Any], output: Path | None = None) -> Iterator[Evaluation]:
     """Trains, and yields an evaluation every `eval_frequency` updates; `output`/model-best is the best pipeline."""
-    settings = ray.get(trainers[0].settings.remote())
+    settings: dict[str, int] = ray.get(trainers[0].settings.remote())
     col.declare_collective_group(trainers, group_name="spacy")
 
     @col.step
@@ -151,7 +151,7 @@ def train(trainers: list[Any], output: Path | None = None) -> Iterator[Evaluatio
         losses += update()
         if done % settings["eval_frequency"] and done < settings["max_steps"]:
             continue
-        scores = ray.get(trainers[0].evaluate.remote())
+        scores: dict[str, float] = ray.get(trainers[0].evaluate.remote())
         if output is not None and scores["ents_f"] > best:
             best = scores["ents_f"]
             ray.get(trainers[0].save.remote(output.resolve() / "model-best"))
@@ -178,9 +178,9 @@ def main() -> None:
     ranks = range(options.workers)
     trainers = [Trainer.remote(options.config.resolve(), overrides, rank, options.workers) for rank in ranks]
     print(f"{'update':>7} {'loss':>10} {'P':>7} {'R':>7} {'F':>7}")
-    for found in train(trainers, options.output):
-        scores = (f"{100 * score:7.1f}" for score in (found.precision, found.recall, found.f_score))
-        print(f"{found.updates:>7} {found.loss:>10.2f}", *scores, flush=True)
+    for evaluation in train(trainers, options.output):
+        scores = (f"{100 * score:7.1f}" for score in (evaluation.precision, evaluation.recall, evaluation.f_score))
+        print(f"{evaluation.updates:>7} {evaluation.loss:>10.2f}", *scores, flush=True)
     print(f"the best pipeline is in {options.output / 'model-best'}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ def start_ray() -> None:
     """Joins the cluster that RAY_ADDRESS names, or starts Ray on this machine; says which."""
     address = os.environ.get("RAY_ADDRESS", "local")
     print("starting Ray on this machine" if address == "local" else f"joining the Ray cluster at {address}", flush=True)
-    ray.init(address, include_dashboard=False, log_to_driver=False, logging_level="warning")
+    ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
 
 
 def finish(checks: Mapping[str, bool]) -> NoReturn:

@@ -69,7 +69,7 @@ class Stage(col.CollectiveParticipant):
 
     def loop(self, batches: int) -> list[float]:
         """Computes all micro-batches; a result travels while the next one is computed."""
-        sends: list[col.Work] = []
+        sends: list[Any] = []
         sums = []
         for at in range(batches):
             if self.stage:
@@ -86,7 +86,7 @@ class Stage(col.CollectiveParticipant):
 
 def micro_batch(stages: list[Any], slot: int) -> col.Step[[int]]:
     """A step that passes a micro-batch through all stages, in these buffers; it returns the sum."""
-    ends = [(one.get_output.remote(slot), two.get_input.remote(slot)) for one, two in pairwise(stages)]
+    ends = [(stage.get_output.remote(slot), after.get_input.remote(slot)) for stage, after in pairwise(stages)]
 
     @col.step
     def forward(at: int) -> Any:

@@ -92,8 +92,8 @@ def train(replicas: list[Any], steps: int) -> None:
 
 def accuracy(module: torch.nn.Module, images: Images) -> float:
     with torch.no_grad():
-        found = module(torch.tensor(images.pixels)).argmax(dim=1).numpy()
-    return float(np.mean(found == images.labels))
+        predicted = module(torch.tensor(images.pixels)).argmax(dim=1).numpy()
+    return float(np.mean(predicted == images.labels))
 
 
 def main(actors: int = 4, steps: int = 200, batch: int = 50) -> dict[str, bool]:
