@@ -64,7 +64,7 @@ def measure(
 
 
 def _at_size(contenders: Sequence[BenchContender], nbytes: int, runs: int) -> Iterator[Timing]:
-    spent_s = interleave(contenders, nbytes=nbytes, runs=runs, burst=min(BURST, runs))
+    spent_s = interleave(contenders, nbytes=nbytes, runs=runs, warmup=1, burst=min(BURST, runs))
     for contender in contenders:
         median_s, p90_s = np.percentile(spent_s[contender.name], (50, 90)).tolist()
         rate, factor = nbytes / median_s, bus_factor(contender.operation, contender.ranks)
