@@ -25,7 +25,7 @@ import numpy as np
 
 import raycollect as col
 from raycollect import backends
-from raycollect.cli.calibrate import Folder
+from raycollect.cli.calibrate import FolderRendezvous
 from raycollect.cli.harness import timed
 from raycollect.core.model import TENSOR, GroupSpec, Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Joining
@@ -72,7 +72,7 @@ class Ours(Player):
         group_id = f"benchmark-{self.folder.name}"
         spec = GroupSpec(name="benchmark", group_id=group_id, backend=self.backend, world_size=self.ranks, ops=ops)
         no_exchange: Any = None  # shm and tcp agree by themselves
-        joining = Joining(spec, self.rank, Folder(self.folder), no_exchange, segments=Segments.current())
+        joining = Joining(spec, self.rank, FolderRendezvous(self.folder), no_exchange, segments=Segments.current())
         self._communicator = backends.load(self.backend)(joining)
 
     def empty(self, size: int) -> Array:
@@ -191,7 +191,7 @@ class Limit(Player):
 
     def bind(self, array: Array) -> Callable[[], object]:
         """One pass over the slice of this rank."""
-        rendezvous = Folder(self.folder)
+        rendezvous = FolderRendezvous(self.folder)
         rendezvous.put(f"{array.size}.{self.rank}", b"written")
         parts = []
         for rank in range(self.ranks):

@@ -98,7 +98,7 @@ def _times(backend: str, folder: str, sizes: Sequence[int], rank: int) -> dict[i
     ops = backends.ops_of(backend)
     spec = GroupSpec(name="calibrate", group_id=f"calibrate-{path.name}", backend=backend, world_size=2, ops=ops)
     no_exchange = cast(Any, None)  # `shm` and `tcp` agree by themselves
-    communicator = backends.load(backend)(Joining(spec, rank, Folder(path), no_exchange))
+    communicator = backends.load(backend)(Joining(spec, rank, FolderRendezvous(path), no_exchange))
     try:
         times = {n: _one_way_s(communicator, seq, n) for seq, n in enumerate(sizes, 1)}
     finally:
@@ -134,7 +134,7 @@ def _kernel(kind: OpKind, array: np.ndarray[tuple[int], np.dtype[np.generic]], p
     return Kernel(kind=kind, src=array if sends else None, dst=None if sends else array, peer=peer)
 
 
-class Folder:
+class FolderRendezvous:
     """A `Rendezvous` in a folder that all ranks share."""
 
     def __init__(self, folder: Path) -> None:
