@@ -8,7 +8,7 @@
 #   make hosts   a Ray cluster on such hosts, for as long as ARGS="-- COMMAND ..." runs there; by default a shell
 #   make lint    ruff, mypy, import-linter
 #   make soak    a thousand groups come and go and a hundred actors are killed: does anything grow? (about 20 minutes)
-#   make bench   raycollect beside gloo, MPI and what Ray has: about 20 minutes, 4 with ARGS=--quick
+#   make bench   raycollect beside gloo, MPI and what Ray has, claim by claim; ARGS=--quick for less
 #   make docs    the documentation as a site, in site/
 #   make wheel   sdist and wheel, tried on each Python that is found
 #   make clean   removes the environments and caches

@@ -1,20 +1,17 @@
 """Measurements of `raycollect` beside what people use today: ``python -m benchmarks --help``.
 
-All contenders of a comparison are measured in one run, in turn, so that whatever else happens on the machine hits all
-alike; in another order each time; what each has computed is checked in every round. Contenders that are not
-installed are named as skipped.
+Five suites measure the five claims of README.md and docs/performance.md. All contenders of a table take turns in one
+run, in an order that is drawn for each turn (`raycollect.cli.harness`), on actors of their own, and each as its own
+users write it. Results are checked in every round; contenders that are not installed are named as skipped.
 
-==============  ====================================================================================================
-`interleave`    times contenders in turn
-`report`        what a measurement is: rows, peaks of memory, skips; kept as JSON
-`targets`       what the library has to reach, as a table, and whether it does
-`tables`        the terminal
-`machine`       what the numbers were measured on
-`suites`        one module per suite: who is compared, on what
-`kernels`       the processes of suite `kernel`, and the contenders in them
-`crew`          the actors of the suites that need Ray
-`ours`,         the contenders on these actors; those of one suite alone stand with it
-`theirs`,
-`pairs`
-==============  ====================================================================================================
+==================  ================================================================================================
+`suites.calls`      calls from the driver on refs that stay: alone, after a pause, many at once
+`suites.steps`      a loop: an iteration of training on fresh refs, and a captured step
+`suites.weights`    weights to rollouts, between layouts, from actor to actor
+`suites.links`      the kernels alone, and collectives between hosts
+`suites.faults`     a rank that dies, or calls something else
+`suite`, `report`   the choices of a run, the measurement of a case, its records
+`targets`           what was asked of the library, and whether it is reached
+`gpu`               checks and times `nccl` on a GPU, by itself
+==================  ================================================================================================
 """

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py [--quick] [--json FILE] [--limit SECONDS] [--parts NAME ...]
 
-It needs cupy with NCCL, and neither Ray nor pytest nor `rich`: machines with GPUs often reach no package registry.
+It needs cupy with NCCL, and neither Ray nor pytest: machines with GPUs often reach no package registry.
 
 One rank runs in this process. Several run in processes, one per GPU, or two on one GPU if NCCL takes that. Contenders
 take turns, so that whatever else happens hits all alike: a kernel of ours, with its wait; the bare call of
@@ -49,6 +49,7 @@ from benchmarks.gpu_ranks import (
 from benchmarks.report import size as told
 from raycollect.backends.nccl.group import GRAPHS_FROM
 from raycollect.core.model import OpKind, ReduceOp
+from raycollect.planner.wording import columns
 from tests.gpu import devices
 from tests.gpu.cases import is_refused
 from tests.gpu.teams import form
@@ -189,8 +190,8 @@ def graphs(team: Team, quick: bool) -> Iterator[Line]:
 
 
 def slowest(found: Sequence[dict[str, list[float]]]) -> dict[str, float]:
-    """Contender -> the median of the slowest rank in microseconds, of milliseconds by rank."""
-    return {name: max(statistics.median(one[name]) for one in found) * 1e3 for name in found[0]}
+    """Contender -> the median of the slowest rank in microseconds, of seconds by rank."""
+    return {name: max(statistics.median(one[name]) for one in found) * 1e6 for name in found[0]}
 
 
 def parts_of(several: int) -> list[Part]:
@@ -344,9 +345,10 @@ def table(described: dict[str, str], lines: Sequence[Line]) -> str:
     speeds = [line for line in lines if line.part == "bandwidth" and line.times_us]
     if speeds:
         heads = ("operation", "ranks", "size", "ours GB/s", "NCCL GB/s", "of NCCL", "copy GB/s", "of a copy")
-        rows += ["", *columns([heads, *map(_speed, speeds)]), "", _verdict(speeds)]
+        rows += ["", *columns([heads, *map(_speed, speeds)], heads[1:]), "", _verdict(speeds)]
     if beside := [line for line in lines if line.part == gpu_ipc.PART and line.times_us]:
-        rows += ["", *columns([gpu_ipc.HEADS, *map(gpu_ipc.speed, beside)]), "", gpu_ipc.verdict(beside)]
+        shared_rows = columns([gpu_ipc.HEADS, *map(gpu_ipc.speed, beside)], gpu_ipc.HEADS[1:])
+        rows += ["", *shared_rows, "", gpu_ipc.verdict(beside)]
     for line in lines:
         if line.part in ("overhead", "graphs") and line.times_us:
             rows.append(shown(line))
@@ -365,13 +367,6 @@ def _verdict(speeds: Sequence[Line]) -> str:
     large = [list(line.times_us.values()) for line in speeds if line.nbytes >= GOAL_FROM]
     reached = sum(bare / ours >= GOAL for ours, bare, _ in large)
     return f"goal, {GOAL:.0%} of NCCL from {told(GOAL_FROM)} on: reached in {reached} of {len(large)}"
-
-
-def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows with their columns one under the other, the first to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    padded = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
-    return ["  ".join([row[0].ljust(widths[0]), *cells[1:]]) for row, cells in zip(rows, padded, strict=True)]
 
 
 def describe() -> dict[str, str]:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu_ranks import COPY, OURS, Contender, Operands
-from benchmarks.interleave import interleave
 from benchmarks.report import size as told
+from raycollect.cli.harness import interleave
 from raycollect.core.model import Launch
 from raycollect.core.protocols import Communicator
 from tests.gpu.sharing import form
@@ -35,7 +35,7 @@ OPS = ("allreduce", "allgather", "reducescatter", "broadcast")
 def body_shared(
     communicator: Communicator, launch: Launch, nbytes: int, runs: int
 ) -> dict[str, dict[str, list[float]]]:
-    """Times the operations at one size on one rank: operation -> contender -> milliseconds."""
+    """Times the operations at one size on one rank: operation -> contender -> seconds."""
     found = {op: _interleaved(communicator, launch, Operands.make(op, communicator, nbytes), runs) for op in OPS}
     communicator.end(launch, True)
     return found

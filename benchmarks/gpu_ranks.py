@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.interleave import interleave, timed
 from raycollect.backends.device_arrays import device_id
 from raycollect.backends.nccl.group import connected, unique_id
 from raycollect.backends.streams import captured
+from raycollect.cli.harness import interleave, timed
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
 from raycollect.errors import UnsupportedError
@@ -222,7 +222,7 @@ class Contender:
 def body_bandwidth(
     communicator: Communicator, launch: Launch, nbytes: int, runs: int
 ) -> dict[str, dict[str, list[float]]]:
-    """Times the operations at one size on one rank: operation -> contender -> milliseconds."""
+    """Times the operations at one size on one rank: operation -> contender -> seconds."""
     bare = Bare(communicator, launch)
     found = {op: _interleaved(communicator, launch, bare, Operands.make(op, communicator, nbytes), runs) for op in OPS}
     communicator.end(launch, True)
@@ -246,7 +246,7 @@ def _interleaved(
 
 
 def body_overhead(communicator: Communicator, launches: Sequence[Launch]) -> dict[str, list[float]]:
-    """Times small calls on one rank, one launch each, and bare ones in turn: contender -> milliseconds."""
+    """Times small calls on one rank, one launch each, and bare ones in turn: contender -> seconds."""
     bare = Bare(communicator, launches[0])
     communicator.end(launches[0], True)
     operands = Operands.make("allreduce", communicator, SMALL_NBYTES)
@@ -259,9 +259,9 @@ def body_overhead(communicator: Communicator, launches: Sequence[Launch]) -> dic
         communicator.launch(launch, (kernel,))
         ended_s = time.perf_counter()
         communicator.end(launch, True)
-        times[CHECK].append((time.perf_counter() - began_s) * 1e3)
-        times[OURS].append((ended_s - inside_s) * 1e3)
-        times[BARE] += [one * 1e3 for one in timed(call, 1)]
+        times[CHECK].append(time.perf_counter() - began_s)
+        times[OURS].append(ended_s - inside_s)
+        times[BARE] += timed(call, 1)
     operands.check()
     bare.close()
     return {name: found[WARM_UP:] for name, found in times.items()}
@@ -273,7 +273,7 @@ def body_overhead(communicator: Communicator, launches: Sequence[Launch]) -> dic
 def body_graphs(communicator: Any, launches: Sequence[Launch], nbytes: int) -> dict[str, list[float]]:
     """Times a kernel that comes again, as in a captured step, and NCCL's call, each plain and as a graph, in turn.
 
-    Behind the consistency check, which is the same for both ways of ours: contender -> milliseconds.
+    Behind the consistency check, which is the same for both ways of ours: contender -> seconds.
 
     Raises:
         AssertionError: A result is wrong, or no graph was launched.
@@ -295,9 +295,9 @@ def body_graphs(communicator: Any, launches: Sequence[Launch], nbytes: int) -> d
             communicator.agree(launch, b"")  # whoever comes so launches no graph
         began_s = time.perf_counter()
         communicator.launch(launch, (kernels[name],))
-        times[name].append((time.perf_counter() - began_s) * 1e3)
+        times[name].append(time.perf_counter() - began_s)
         communicator.end(launch, True)
-        times[other] += [one * 1e3 for one in timed(contenders[other], 1)]
+        times[other] += timed(contenders[other], 1)
     counts = communicator.graphs
     if (counts.recorded - before.recorded, counts.launched > before.launched) != (1, True):
         raise AssertionError(f"one kernel was to be a graph, and it was {counts}, after {before}")

@@ -1,33 +1,24 @@
-"""What a measurement is, and how it is kept."""
+"""Rows, skipped contenders and targets of a run, as tables and as JSON."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from raycollect.planner.wording import columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One contender in one case.
-
-    Attributes:
-        suite: The suite that measured it, such as ``"driver"``.
-        op: The operation.
-        ranks: How many processes took part.
-        nbytes: Bytes per rank: the larger side of what a rank gives and takes.
-        contender: Who was measured.
-        median_ms: The median time of one operation.
-        p90_ms: Nine in ten were faster.
-        runs: How many operations were timed.
-    """
+    """The times of one contender in one case; `suite` is the table that the row belongs to."""
 
     suite: str
     op: str
     ranks: int
-    nbytes: int
+    nbytes: int  # of one rank's tensor
     contender: str
     median_ms: float
     p90_ms: float
@@ -35,48 +26,8 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peak:
-    """How much memory an operation takes beside its operands, at its peak.
-
-    Attributes:
-        op: The operation.
-        ranks: How many processes took part.
-        nbytes: Bytes per rank.
-        contender: Who was measured.
-        extra_nbytes: By rank: the peak of the resident memory while it ran, less what was resident before.
-    """
-
-    op: str
-    ranks: int
-    nbytes: int
-    contender: str
-    extra_nbytes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """What one operation sends over the busiest link between hosts.
-
-    Attributes:
-        op: The operation.
-        ranks: How many processes took part.
-        nbytes: Bytes per rank.
-        contender: Who was measured.
-        sent_nbytes: What the host that sends most has sent, as its interface counts.
-        least_nbytes: The fewest bytes with which it can be done, without headers.
-    """
-
-    op: str
-    ranks: int
-    nbytes: int
-    contender: str
-    sent_nbytes: int
-    least_nbytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Skip:
-    """Who was not measured, and why."""
+    """A contender that was not measured."""
 
     suite: str
     contender: str
@@ -84,79 +35,81 @@ class Skip:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The result of a collective in which something goes wrong; `said` has a text for each rank."""
+
+    suite: str
+    case: str
+    contender: str
+    said: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """A target beside what was measured, in words, and whether it was reached."""
+    """A target beside what was measured."""
 
     said: str
     reached: bool
 
 
-Record = Row | Peak | Traffic | Skip
-"""What a suite gives."""
-
-
-class Skipped(Exception):
-    """A contender can't be measured here; says why."""
+Record = Row | Skip | Outcome
 
 
 @dataclass(slots=True)
 class Report:
-    """All records of a run.
-
-    Attributes:
-        machine: What they were measured on.
-        rows: In the order of measuring.
-        memory: In the order of measuring.
-        traffic: In the order of measuring.
-        skipped: Each once.
-        judged: The targets of what was measured.
-    """
+    """All records of one table, and the machine on which they were measured."""
 
     machine: dict[str, str]
     rows: list[Row] = field(default_factory=list)
-    memory: list[Peak] = field(default_factory=list)
-    traffic: list[Traffic] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
     skipped: list[Skip] = field(default_factory=list)
     judged: list[Judged] = field(default_factory=list)
 
     def add(self, record: Record) -> None:
-        """Puts a record where it belongs."""
+        """Adds a record; a skipped contender is named once."""
         if isinstance(record, Row):
             self.rows.append(record)
-        elif isinstance(record, Peak):
-            self.memory.append(record)
-        elif isinstance(record, Traffic):
-            self.traffic.append(record)
+        elif isinstance(record, Outcome):
+            self.outcomes.append(record)
         elif record not in self.skipped:
             self.skipped.append(record)
 
     def write(self, path: Path) -> None:
-        """Writes ``{"machine": {...}, "rows": [...], ...}``, a list for each of the other attributes."""
+        """Writes ``{"machine": {...}, "rows": [...], ...}``."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
+    def text(self, title: str, reference: str) -> str:
+        """The records as a table; the last column says how many times faster a row is than the reference."""
+        base = {(row.op, row.ranks, row.nbytes): row.median_ms for row in self.rows if row.contender == reference}
+        head = ("operation", "ranks", "size", "contender", "median ms", "p90 ms", "runs", "times faster")
+        cells = [
+            (
+                row.op,
+                str(row.ranks),
+                size(row.nbytes),
+                row.contender,
+                f"{row.median_ms:.3f}",
+                f"{row.p90_ms:.3f}",
+                str(row.runs),
+                f"{base[case] / row.median_ms:.2f}" if (case := (row.op, row.ranks, row.nbytes)) in base else "",
+            )
+            for row in self.rows
+        ]
+        lines = ["", title, *(columns([head, *cells], head[4:]) if cells else [])]
+        lines += [f"{each.case}, {each.contender}: {'; '.join(each.said)}" for each in self.outcomes]
+        return "\n".join([*lines, *(f"skipped: {skip.contender}: {skip.reason}" for skip in self.skipped)])
 
-def summarise(times_ms: Sequence[float], *, suite: str, op: str, ranks: int, nbytes: int, contender: str) -> Row:
-    """Makes one row of the times of one contender."""
-    ordered = sorted(times_ms)
-    return Row(
-        suite=suite,
-        op=op,
-        ranks=ranks,
-        nbytes=nbytes,
-        contender=contender,
-        median_ms=statistics.median(ordered),
-        p90_ms=ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))],
-        runs=len(ordered),
-    )
 
-
-def rows_of(times: dict[str, list[float]], *, suite: str, op: str, ranks: int, nbytes: int) -> list[Row]:
-    """Makes a row of each contender's times."""
-    return [
-        summarise(spent, suite=suite, op=op, ranks=ranks, nbytes=nbytes, contender=name)
-        for name, spent in times.items()
-    ]
+def rows_of(spent_s: Mapping[str, Sequence[float]], *, suite: str, op: str, ranks: int, nbytes: int) -> list[Row]:
+    """Makes a row of the seconds of each contender."""
+    rows = []
+    for contender, seconds in spent_s.items():
+        ordered = [1e3 * spent for spent in sorted(seconds)]
+        median, p90 = statistics.median(ordered), ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
+        case = {"suite": suite, "op": op, "ranks": ranks, "nbytes": nbytes, "contender": contender}
+        rows.append(Row(**case, median_ms=median, p90_ms=p90, runs=len(ordered)))  # type: ignore[arg-type]
+    return rows
 
 
 def size(nbytes: int) -> str:

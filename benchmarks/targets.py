@@ -1,29 +1,17 @@
-"""What the library has to reach, as a table, and whether it does."""
+"""What was asked of the library, as a table, and whether it is reached."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks import names
 from benchmarks.report import Judged, Report, size
+from benchmarks.suite import KB, MB
 
-KB, MB = 1 << 10, 1 << 20
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Target:
-    """How many times faster than a peer the library has to be.
-
-    Attributes:
-        suite: The suite that measures both.
-        op: The operation.
-        ranks: The number of processes.
-        nbytes: Bytes per rank.
-        contender: The name of the contender that has to reach the target.
-        peer: The name of the contender that it is compared with.
-        ratio: The least ratio of the peer's median to the contender's; below 1: the contender may take longer.
-    """
+    """How many times faster than a peer a contender has to be; below 1, it may take longer."""
 
     suite: str
     op: str
@@ -33,144 +21,70 @@ class Target:
     peer: str
     ratio: float
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ceiling:
-    """How much extra memory an operation may take on each rank.
-
-    Attributes:
-        op: The operation.
-        nbytes: Bytes per rank.
-        contender: The name of the contender.
-        most_nbytes: The limit in bytes.
-    """
-
-    op: str
-    nbytes: int
-    contender: str
-    most_nbytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """A target beside what was measured.
-
-    Attributes:
-        target: The target.
-        measured: The ratio, or the most bytes on any rank; None if a contender was not measured.
-    """
-
-    target: Target | Ceiling
-    measured: float | None
-
-    @property
-    def reached(self) -> bool:
-        """Whether the target was measured and reached."""
-        if self.measured is None:
-            return False
-        if isinstance(self.target, Ceiling):
-            return self.measured <= self.target.most_nbytes
-        return self.measured >= self.target.ratio
-
-    def in_words(self) -> Judged:
-        """The verdict for a reader."""
-        return Judged(said=_said(self.target, self.measured), reached=self.reached)
-
-
-def _said(target: Target | Ceiling, measured: float | None) -> str:
-    if isinstance(target, Ceiling):
-        value = "?" if measured is None else f"{measured / 2**20:.1f}"
-        limit = f"target at most {target.most_nbytes / 2**20:g}"
-        return f"{target.op}, {size(target.nbytes)}, {target.contender}: {value} MB extra ({limit})"
-    case = f"{target.suite} {target.op}, {target.ranks} ranks, {size(target.nbytes)}, {target.contender}: "
-    if target.ratio < 1:
-        value = "?" if not measured else f"{1 / measured:.2f}"
-        return f"{case}{value} times as long as {target.peer} (target at most {1 / target.ratio:.3g})"
-    value = "?" if measured is None else f"{measured:.2f}"
-    return f"{case}{value} times faster than {target.peer} (target {target.ratio:g})"
+    def judge(self, times_ms: dict[str, float]) -> Judged:
+        """Compares the medians of a case, by contender."""
+        ours, peers = times_ms.get(self.contender), times_ms.get(self.peer)
+        ratio = peers / ours if ours and peers else 0.0
+        value, limit, comparison = ratio, f"target {self.ratio:g}", "times faster than"
+        if self.ratio < 1:
+            value, comparison = (1 / ratio if ratio else 0.0), "times as long as"
+            limit = f"target at most {1 / self.ratio:.3g}"
+        said = f"{value:.2f} {comparison} {self.peer}" if ratio else f"not measured beside {self.peer}"
+        case = f"{self.suite} {self.op}, {self.ranks} ranks, {size(self.nbytes)}, {self.contender}"
+        return Judged(said=f"{case}: {said} ({limit})", reached=ratio >= self.ratio)
 
 
 def _targets(
     suite: str, op: str, contender: str, peer: str, ratios: dict[int, float], ranks: int = 2
-) -> tuple[Target, ...]:
-    return tuple(
-        Target(suite=suite, op=op, ranks=ranks, nbytes=nbytes, contender=contender, peer=peer, ratio=ratio)
-        for nbytes, ratio in ratios.items()
-    )
+) -> Sequence[Target]:
+    return [Target(suite, op, ranks, nbytes, contender, peer, ratio) for nbytes, ratio in ratios.items()]
 
 
-_TO_TORCH = {4: 4.0, 64 * KB: 15.0, MB: 5.0, 16 * MB: 5.0, 64 * MB: 5.0}
-_TO_MPICH = {MB: 2.5, 16 * MB: 2.5, 64 * MB: 2.5}
-_TCP_TO_XOSCAR = {4: 1.0, 64 * KB: 2.0, MB: 2.0, 16 * MB: 1.3, 64 * MB: 1.3}
+_RAY, _INSIDE, _ARENA = "ray.util.collective", "ray.util.collective inside the method", "raycollect, arena"
 _STEP = {ranks: {4: least, 64 * KB: 6.0, MB: 5.0, 16 * MB: 2.6} for ranks, least in ((2, 8.0), (4, 6.0))}
-"""How much faster a step is than `ray.util.collective` inside the method, by ranks and bytes."""
 _EAGER = {ranks: {4: 0.9, 64 * KB: 1.1, MB: least, 16 * MB: 2.0} for ranks, least in ((2, 1.5), (4, 1.3))}
-"""The same of a call on fresh refs."""
-_MANY = 200 * 4 * KB
-_NEARLY_ONE = 1 / 1.3
-"""How much faster many tensors have to be than one of the same bytes: at most 1.3 times slower."""
-_RECORDED = 0.98
-"""Recording a timeline may take 2 % of the time of a collective."""
+_TO_TORCH = {4: 4.0, 64 * KB: 15.0, MB: 5.0, 16 * MB: 5.0, 64 * MB: 5.0}
+_TO_XOSCAR = {4: 1.0, 64 * KB: 2.0, MB: 2.0, 16 * MB: 1.3, 64 * MB: 1.3}
 _EVERY_SIZE = dict.fromkeys((4, 64 * KB, MB, 16 * MB, 64 * MB), 4.0)
+_MANY = 200 * 4 * KB
 
-TARGETS: tuple[Target | Ceiling, ...] = (
-    *_targets("kernel", "allreduce", names.SHM_ARENA, names.TORCH, _TO_TORCH),
-    *_targets("kernel", "allreduce", names.SHM_ARENA, names.MPICH, _TO_MPICH),
-    *_targets("kernel", "allreduce", names.SHM_ARENA, names.LIMIT, {64 * MB: 0.85}),
-    *_targets("kernel", "allreduce", names.TCP, names.XOSCAR, _TCP_TO_XOSCAR),
-    *_targets("ddp", "step", names.HOOK, names.TORCH, dict.fromkeys((4 * MB, 16 * MB, 64 * MB), 1.5)),
-    *_targets("driver", "allreduce", names.ARENA, names.RAY, {4: 5.0, MB: 3.5, 64 * MB: 5.0}),
-    *_targets("driver", "allreduce", names.ORDINARY, names.RAY, {64 * MB: 2.0}),
-    *_targets("driver", "allreduce", names.ARENA, names.RAY, {4: 5.0, MB: 3.5, 64 * MB: 3.5}, ranks=4),
+TARGETS = [
+    *_targets("driver", "allreduce", _ARENA, _RAY, {4: 5.0, MB: 3.5, 64 * MB: 5.0}),
+    *_targets("driver", "allreduce", "raycollect", _RAY, {64 * MB: 2.0}),
+    *_targets("driver", "allreduce", _ARENA, _RAY, {4: 5.0, MB: 3.5, 64 * MB: 3.5}, ranks=4),
+    *_targets("cold", "pauses of 10 ms", "raycollect, captured", "bare ping", {4: 0.5}),
+    *_targets("cold", "pauses of 10 ms", "raycollect, captured", "bare ping", {4: 0.5}, ranks=4),
+    *_targets("batch", "200 broadcasts", "raycollect, batch", "raycollect, a call each", {_MANY: 30.0}),
+    *_targets("batch", "200 broadcasts", "raycollect, batch", f"{_RAY}, a call each", {_MANY: 30.0}),
+    *_targets("batch", "200 broadcasts", "raycollect, batch", _RAY, {_MANY: 4.0}),
     *(
         target
-        for ranks in (2, 4)
-        for target in (
-            *_targets("iteration", "methods of 0 ms", names.STEP, names.RAY_INSIDE, _STEP[ranks], ranks),
-            *_targets("iteration", "methods of 0 ms", names.EAGER, names.RAY_INSIDE, _EAGER[ranks], ranks),
-            *_targets("cold", "pauses of 10 ms", names.CAPTURED, names.PING, {4: 0.5}, ranks),
-        )
+        for n in _STEP
+        for target in _targets("iteration", "methods of 0 ms", "raycollect, col.step", _INSIDE, _STEP[n], n)
     ),
-    *_targets("captured", "allreduce", names.CAPTURED, names.RAY, {4: 12.0, MB: 10.0}),
-    *_targets("captured", "allreduce", names.CAPTURED, names.RAY, {4: 13.0}, ranks=4),
-    *_targets("captured", "allreduce", names.CAPTURED, names.GRAPH, {4: 40.0, MB: 40.0}),
-    *_targets("timeline", "captured allreduce", names.RECORDED, names.UNRECORDED, {4: _RECORDED, MB: _RECORDED}),
-    *_targets("timeline", "allreduce_refs", names.RECORDED, names.UNRECORDED, {MB: _RECORDED}),
-    *_targets("p2p", "send", names.ORDINARY, names.RDT, _EVERY_SIZE),
-    *_targets("p2p", "send", names.ARENA, names.RDT, _EVERY_SIZE),
-    *_targets("p2p", "send", names.ARENA, names.STORE, {64 * MB: 4.0}),
-    *_targets("batch", "200 broadcasts", names.BATCH, names.CALLS, {_MANY: 30.0}),
-    *_targets("batch", "200 broadcasts", names.BATCH, names.RAY_CALLS, {_MANY: 30.0}),
-    *_targets("batch", "200 broadcasts", names.BATCH, names.RAY, {_MANY: 4.0}),
-    *_targets("batch", "allreduce of 200", names.NAMED, names.ONE, {_MANY: _NEARLY_ONE, 16 * _MANY: _NEARLY_ONE}),
-    *_targets(
-        "batch", "allreduce of 200", names.NAMED_ARENA, names.ONE_ARENA, {_MANY: _NEARLY_ONE, 16 * _MANY: _NEARLY_ONE}
+    *(
+        target
+        for n in _EAGER
+        for target in _targets("iteration", "methods of 0 ms", "raycollect, eager", _INSIDE, _EAGER[n], n)
     ),
-    Ceiling(op="allreduce", nbytes=64 * MB, contender=names.ORDINARY, most_nbytes=16 * MB),
-)
+    *_targets("captured", "allreduce", "raycollect, captured", _RAY, {4: 12.0, MB: 10.0}),
+    *_targets("captured", "allreduce", "raycollect, captured", _RAY, {4: 13.0}, ranks=4),
+    *_targets("p2p", "send", "raycollect", "Ray Direct Transport", _EVERY_SIZE),
+    *_targets("p2p", "send", _ARENA, "Ray Direct Transport", _EVERY_SIZE),
+    *_targets("p2p", "send", _ARENA, "object store", {64 * MB: 4.0}),
+    *_targets("kernel", "allreduce", "raycollect shm, arena", "torch gloo", _TO_TORCH),
+    *_targets("kernel", "allreduce", "raycollect shm, arena", "MPICH", dict.fromkeys((MB, 16 * MB, 64 * MB), 2.5)),
+    *_targets("kernel", "allreduce", "raycollect shm, arena", "limit", {64 * MB: 0.85}),
+    *_targets("kernel", "allreduce", "raycollect tcp", "xoscar gloo", _TO_XOSCAR),
+]
 
 
-def judge(report: Report, targets: Sequence[Target | Ceiling] = TARGETS) -> list[Verdict]:
-    """Compares the results with those targets whose case was measured, by any contender."""
+def judge(report: Report) -> list[Judged]:
+    """Judges those targets of which a case was measured."""
     verdicts = []
-    for target in targets:
-        if isinstance(target, Ceiling):
-            case: tuple[object, ...] = (target.op, target.nbytes)
-            values = {
-                peak.contender: float(max(peak.extra_nbytes))
-                for peak in report.memory
-                if (peak.op, peak.nbytes) == case
-            }
-            measured = values.get(target.contender)
-        else:
-            case = (target.suite, target.op, target.ranks, target.nbytes)
-            values = {
-                row.contender: row.median_ms
-                for row in report.rows
-                if (row.suite, row.op, row.ranks, row.nbytes) == case
-            }
-            ours, peer = values.get(target.contender), values.get(target.peer)
-            measured = peer / ours if ours and peer else None
-        if values:
-            verdicts.append(Verdict(target=target, measured=measured))
+    for target in TARGETS:
+        case = target.suite, target.op, target.ranks, target.nbytes
+        rows = [row for row in report.rows if (row.suite, row.op, row.ranks, row.nbytes) == case]
+        if rows:
+            verdicts.append(target.judge({row.contender: row.median_ms for row in rows}))
     return verdicts

@@ -93,30 +93,6 @@ def _iteration() -> str:
     return _table([f"times faster, {' / '.join(map(str, ranks))} actors", *map(_size, sizes)], body)
 
 
-def _memory() -> str:
-    peaks = read("memory")["memory"]
-    rows = [
-        [
-            _strong(peak["contender"]),
-            f"{peak['op']} of {_size(peak['nbytes'])}",
-            f"{max(peak['extra_nbytes']) / 2**20:.1f}",
-        ]
-        for peak in peaks
-    ]
-    return _table(["", "operation", "MB beside the operands, the most of any rank"], rows)
-
-
-def _traffic() -> str:
-    largest = max(one["nbytes"] for one in read("hosts")["traffic"])
-    found = [one for one in read("hosts")["traffic"] if one["nbytes"] == largest]
-    ops = list(dict.fromkeys(one["op"] for one in found))
-    sent = {(one["contender"], one["op"]): f"{one['sent_nbytes'] / 1e6:.1f}" for one in found}
-    least = {one["op"]: f"{one['least_nbytes'] / 1e6:.1f}" for one in found}
-    contenders = dict.fromkeys(one["contender"] for one in found)
-    rows = [[_strong(name), *(sent.get((name, op), "") for op in ops)] for name in contenders]
-    return _table([f"MB, of {_size(largest)}", *ops], [*rows, ["the fewest possible", *(least[op] for op in ops)]])
-
-
 def _headline() -> str:
     rows = []
     for told, suite, op, nbytes, ours in _HEADLINE:
@@ -151,9 +127,7 @@ _WHOLE: Mapping[str, Callable[[], str]] = {
     "headline": _headline,
     "iteration": _iteration,
     "machine": _machine,
-    "memory": _memory,
     "targets": _targets,
-    "traffic": _traffic,
 }
 
 

@@ -1,232 +1,395 @@
-"""A trainer's new weights in three rollouts: 200 tensors, called from the driver.
+"""Weights that move: from a trainer to rollouts, between layouts, and a tensor from actor to actor.
 
-raycollect's versions (`publish`, `subscribe`) end with the digest of each tensor recomputed in each rollout, and with
-nothing half-written in sight. How much of the time that is, a contender tells whose digests cost nothing. The others
-move the same bytes and check nothing: `broadcast_refs`; the object store, from which each rollout copies; and a
-broadcast of `ray.util.collective` over gloo, of all tensors in one piece.
+In tables `weights` and `reshard`, 200 tensors go from the layout of the trainers to that of the rollouts. raycollect
+moves what each rollout needs. By hand, people copy each box from what the trainers have put into the object store. Both
+begin and end alike: the trainers' values are others in each turn, and the rollouts' tensors are written in place.
 
-All begin and end alike: the trainer's weights have other values in each turn, and those of the rollouts are written in
-place. They lie in ordinary memory.
+In table `p2p` a buffer of one actor arrives at another. `send_ref` writes into a buffer there; by Ray Direct Transport
+and through the object store the receiver gets a new one, and "copied" copies that into its buffer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from importlib import import_module
-from itertools import count as count_from
+from itertools import count
 from typing import Any
 
 import numpy as np
 import ray
 
 import raycollect as col
-from benchmarks import names
-from benchmarks.moving import InRayGroup, Moving, RayRank
 from benchmarks.report import Record
-from benchmarks.suite import Choice, Maker, entry, sweep
-from benchmarks.targets import MB
+from benchmarks.suite import BURST, KB, MB, Choice, Maker, Table, entry, sweep
+from raycollect.cli.contenders import BenchActor, BenchContender, Members, RayCollective, Refs
+from raycollect.cli.harness import timed
 
-NAME = "weights"
-TITLE = "versions of weights, from a trainer to three rollouts"
-REFERENCE = names.STORE
+WEIGHTS = Table("weights", "weights from a trainer to three rollouts", "object store")
+RESHARD = Table(
+    "reshard", "weights from four trainers to two replicas over two ranks each", "object store, boxes by hand"
+)
+P2P = Table("p2p", "from one actor to another, float32")
+TABLES = (WEIGHTS, RESHARD, P2P)
 NEEDS_RAY = True
 
-COUNT, ROLLOUTS = 200, 3
-_OP = f"sync of {COUNT}"
+COUNT, COLUMNS = 200, 512
+MESHES: dict[int, tuple[dict[str, int], dict[str, int]]] = {
+    4: ({"tp": 1}, {"dp": 3, "tp": 1}),
+    8: ({"tp": 4}, {"dp": 2, "tp": 2}),
+}
+"""The number of actors -> the trainers, and the rollouts."""
+CUTS = (("tp", None), (None, "tp"))  # half of the tensors are cut by rows, as layers alternate; half by columns
+
+Boxes = dict[str, tuple[slice, ...]]
+_turns = count(1)
 
 
-class Weights(RayRank):
-    """The trainer, or a rollout."""
+def size_of(mesh: dict[str, int]) -> int:
+    return int(np.prod(list(mesh.values())))
 
-    def __init__(self) -> None:
-        self.weights: dict[str, Any] = {}
 
-    def prepare(self, nbytes: int) -> None:
-        """Makes the weights."""
-        rows = max(nbytes // (4 * COUNT * 512), 1)
-        self.weights = {f"layers.{at}": np.zeros((rows, 512), np.float32) for at in range(COUNT)}
+def layouts(nbytes: int, mesh: dict[str, int]) -> dict[str, col.Layout]:
+    """How the tensors of a model of so many bytes lie on one side."""
+    shape = (max(nbytes // (4 * COUNT * COLUMNS) // 4 * 4, 4), COLUMNS)
+    return {f"layers.{at}": col.layout(shape, mesh=mesh, spec=CUTS[at % 2]) for at in range(COUNT)}
 
-    def fill(self, value: float, free: bytes) -> None:
-        """Gives all elements a value; `free`: digests cost nothing, and are this one."""
-        for array in self.weights.values():
-            array.fill(value)
-        import_module("raycollect.weights.digests").xxhash = _Free(free) if free else import_module("xxhash")
+
+def boxes(nbytes: int, mesh: dict[str, int], rank: int) -> Boxes:
+    """The part of each tensor that a rank holds."""
+    regions = {name: layout.regions.of_rank[rank][0] for name, layout in layouts(nbytes, mesh).items()}
+    return {name: tuple(slice(lo, hi) for lo, hi in region.box) for name, region in regions.items()}
+
+
+def common(mine: tuple[slice, ...], its: tuple[slice, ...]) -> tuple[tuple[slice, ...], ...] | None:
+    """The intersection of two boxes, as a part of each; None: it is empty."""
+    spans = [(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(mine, its, strict=True)]
+    if any(lo >= hi for lo, hi in spans):
+        return None
+    return tuple(
+        tuple(slice(lo - side.start, hi - side.start) for (lo, hi), side in zip(spans, box, strict=True))
+        for box in (mine, its)
+    )
+
+
+class Holder:
+    """A trainer or a rollout: it holds its part of the weights."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        sides, trainers = MESHES[ranks], size_of(MESHES[ranks][0])
+        self.trainers = trainers
+        self.is_trainer = rank < trainers
+        self.mesh, self.rank = (sides[0], rank) if self.is_trainer else (sides[1], rank - trainers)
+        self.trainer_mesh = sides[0]
+
+    def prepare(self, nbytes: int, in_arena: bool) -> None:
+        """Makes the tensors."""
+        self.boxes = boxes(nbytes, self.mesh, self.rank)
+        self.theirs = [boxes(nbytes, self.trainer_mesh, rank) for rank in range(self.trainers)]
+        shape = next(iter(layouts(nbytes, self.mesh).values())).shape
+        whole = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+        make = col.array if in_arena else np.array
+        self.first = {name: np.array(whole[box]) for name, box in self.boxes.items()}
+        self.weights: dict[str, Any] = {name: make(first) for name, first in self.first.items()}
+
+    def begin(self, turn: int) -> None:
+        """A trainer's weights get the values of a turn; those of a rollout are cleared."""
+        for name, array in self.weights.items():
+            if self.is_trainer:
+                np.add(self.first[name], turn, out=array)
+            else:
+                array.fill(0)
+
+    def is_right(self, turn: int) -> bool:
+        """Whether the weights have the values of a turn."""
+        return all(np.array_equal(array, self.first[name] + turn) for name, array in self.weights.items())
 
     def get(self) -> dict[str, Any]:
         """The weights, as one ref."""
         return self.weights
 
-    def is_right(self, value: float) -> bool:
-        """Whether all elements have a value."""
-        return all(bool((array == np.float32(value)).all()) for array in self.weights.values())
+    # ------------------------------------------------------------------------------------------ by hand
 
     @col.by_value
     def put(self) -> dict[str, Any]:
         """The weights, through the object store."""
         return self.weights
 
-    def load(self, weights: dict[str, Any]) -> None:
-        """Copies them from there."""
-        for name, array in self.weights.items():
-            np.copyto(array, weights[name])
-
-    def spread(self, group: str, is_trainer: bool) -> None:
-        """Broadcasts all in one piece."""
-        arrays = list(self.weights.values())
-        flat = np.concatenate([array.ravel() for array in arrays]) if is_trainer else self._room(arrays)
-        import_module("ray.util.collective").broadcast(flat, 0, group)
-        if not is_trainer:
-            for array, part in zip(arrays, np.split(flat, len(arrays)), strict=True):
-                array[...] = part.reshape(array.shape)
-
-    def _room(self, arrays: Sequence[Any]) -> Any:
-        if getattr(self, "room", np.empty(0)).size != sum(array.size for array in arrays):
-            self.room = np.empty(sum(array.size for array in arrays), np.float32)
-        return self.room
+    def take(self, *parts: dict[str, Any]) -> None:
+        """Copies each box that it needs of what the trainers have put to its place."""
+        for part, its in zip(parts, self.theirs, strict=True):
+            for name, array in self.weights.items():
+                shared = common(self.boxes[name], its[name])
+                if shared is not None:
+                    array[shared[0]] = part[name][shared[1]]
 
 
-class Participant(Weights, col.CollectiveParticipant):
+class HolderParticipant(Holder, col.CollectiveParticipant):
     """The same with the mixin."""
 
 
-class _Free:
-    """In place of xxhash: no digest, but one of this turn."""
+class ByStore(BenchContender):
+    """The trainers put their weights, and the rollouts copy."""
 
-    def __init__(self, digest: bytes) -> None:
-        self._digest = digest
-
-    def xxh3_128(self) -> _Free:
-        return self
-
-    def update(self, data: Any) -> None:
-        """Does nothing."""
-
-    def digest(self) -> bytes:
-        return self._digest
-
-
-_turns = count_from(1)
-
-
-class Sync(Moving):
-    """A contender with a trainer and its rollouts."""
-
-    ACTOR: type = Weights
-    is_free = False
-
-    def __init__(self, name: str, rollouts: int = ROLLOUTS) -> None:
-        self._count = rollouts
-        super().__init__(name)
-
-    def start(self) -> list[Any]:
-        """Starts the trainer and the rollouts."""
-        remote = ray.remote(num_cpus=0)(self.ACTOR)
-        self.trainer, *self.rollouts = (remote.remote() for _ in range(1 + self._count))
-        return [self.trainer, *self.rollouts]
+    ACTOR: type = Holder
 
     def prepare(self, nbytes: int) -> None:
         """Makes the weights."""
-        self.forget()
+        self.meshes = MESHES[self.ranks]
+        trainers = size_of(self.meshes[0])
+        self.sides = self.actors[:trainers], self.actors[trainers:]
+        self.each("prepare", nbytes, self._in_arena)
+
+    def fill(self) -> None: ...
+
+    def run(self, count: int) -> Sequence[float]:
+        """Moves the weights so many times, others each time."""
+        spent_s = list[float]()
+        for _ in range(count):
+            turn = next(_turns)
+            self.each("begin", turn)
+            spent_s += timed(self.operate, 1)
+            right = self.each("is_right", turn)
+            assert all(right), f"{self.name}: {right}"
+        return spent_s
+
+    def check(self, runs: int) -> None: ...
+
+    def operate(self) -> None:
+        """Moves the weights once."""
+        put = [actor.put.remote() for actor in self.sides[0]]
+        ray.get([actor.take.remote(*put) for actor in self.sides[1]])
+
+
+class Moved(ByStore):
+    """The driver's collective on refs that persist: `broadcast_refs`, or `reshard_refs` between layouts."""
+
+    ACTOR = HolderParticipant
+    start = Refs.start
+
+    def prepare(self, nbytes: int) -> None:
+        """Makes the weights, and a ref to those of each actor."""
         super().prepare(nbytes)
+        src, dst = (layouts(nbytes, mesh) for mesh in self.meshes)
+        held = [[actor.get.remote() for actor in side] for side in self.sides]
 
-    def fill(self) -> None:
-        """The next turn: the trainer has other weights, the rollouts none."""
-        self.turn = next(_turns)
-        free = self.turn.to_bytes(16, "big") if self.is_free else b""
-        calls = [actor.fill.remote(0.0, free) for actor in self.rollouts]
-        ray.get([*calls, self.trainer.fill.remote(float(self.turn), free)])
+        def move() -> None:
+            if self.operation == "broadcast":
+                col.broadcast_refs(held[0] + held[1], group_name=self.group)
+            else:
+                col.reshard_refs(*held, self.group, src=src, dst=dst)
 
-    def forget(self) -> None:
-        """Lets go of what was prepared."""
+        self.move = move
 
-    def close(self) -> None:
-        """Lets go of what was prepared, and ends the actors."""
-        self.forget()
-        super().close()
-
-    def is_right(self) -> list[bool]:
-        """Whether each rollout has the weights of the turn."""
-        return ray.get([actor.is_right.remote(float(self.turn)) for actor in self.rollouts])
+    def operate(self) -> None:
+        """Makes the call."""
+        self.move()
 
 
-class Versions(Sync):
-    """A version is put, and each rollout is updated to it: three receiver groups."""
+class MovedByStep(Moved):
+    """The same under `col.step`."""
 
-    ACTOR = Participant
-    pub: Any = None
-    subs: Sequence[Any] = ()
+    def prepare(self, nbytes: int) -> None:
+        """Makes the step."""
+        super().prepare(nbytes)
+        self.move = col.step(self.move)
+        self.closing.callback(self.move.close)
+
+
+class Versions(ByStore):
+    """A version is put, and each rollout is updated to it, with a receipt."""
+
+    ACTOR = HolderParticipant
 
     def prepare(self, nbytes: int) -> None:
         """Publishes the weights, and subscribes."""
         super().prepare(nbytes)
-        self.pub = col.publish([self.trainer.get.remote()], self.group)
-        self.subs = [col.subscribe(self.group, [actor.get.remote()]) for actor in self.rollouts]
+        ((trainer,), rollouts) = self.sides
+        held = self.closing.enter_context(ExitStack())
+        self.publication = held.enter_context(col.publish([trainer.get.remote()], self.group))
+        self.subscriptions = [held.enter_context(col.subscribe(self.group, [actor.get.remote()])) for actor in rollouts]
 
     def operate(self) -> None:
-        """Two calls."""
-        self.pub.put()
-        self.pub.push(self.subs)
-
-    def forget(self) -> None:
-        """Ends both."""
-        for one in (*self.subs, *([self.pub] if self.pub else [])):
-            one.close()
-        self.pub, self.subs = None, ()
+        """Puts and pushes."""
+        self.publication.put()
+        self.publication.push(self.subscriptions)
 
 
-class Unchecked(Versions):
-    """The same, where digests cost nothing."""
-
-    is_free = True
+# ---------------------------------------------------------------------------------------------- from actor to actor
 
 
-class Broadcast(Sync):
-    """`broadcast_refs`, in place."""
+class Pair(BenchActor):
+    """One of two actors: rank 0 sends, rank 1 receives."""
 
-    ACTOR = Participant
+    def prepare(self, operation: str, whole: int, in_arena: bool) -> None:
+        """Makes the buffer."""
+        self.array: Any = (col.zeros if in_arena else np.zeros)(whole, np.float32)
+
+    def fill(self) -> None:
+        """Sets what is sent, and clears what is received."""
+        self.array = self.array if self.array.flags.writeable else np.empty_like(self.array)
+        self.array.fill(1 - self._rank)
+
+    def wrong(self, growth: float) -> int:
+        """Counts the elements that have not arrived."""
+        return int(np.count_nonzero(self.array != 1))
+
+    def move(self) -> None:
+        """Sends or receives by the library of the group."""
+        if self._rank:
+            self._library.recv(self.array, 0, self._group)
+        else:
+            self._library.send(self.array, 1, self._group)
+
+    def get_array(self) -> Any:
+        """A ref to the buffer."""
+        return self.array
+
+    @col.by_value
+    def put_array(self) -> Any:
+        """The buffer through the object store."""
+        return self.array
+
+    def keep(self, value: Any, is_copied: bool) -> None:
+        """Copies what came through the object store, or keeps it where it lies."""
+        if is_copied:
+            self.array[...] = value
+        else:
+            self.array = value
+
+
+class PairParticipant(Pair, col.CollectiveParticipant):
+    """The same with the mixin."""
+
+
+class StoreSend(BenchContender):
+    """A method returns the array, and its ref goes to a method of the other actor, which keeps it, read-only."""
+
+    ACTOR = Pair
+    IS_COPIED = False
+
+    def operate(self) -> None:
+        """Sends once."""
+        ray.get(self.actors[1].keep.remote(self.actors[0].put_array.remote(), self.IS_COPIED))
+
+
+class StoreCopy(StoreSend):
+    """The same, copied into the receiver's buffer."""
+
+    IS_COPIED = True
+
+
+class SendRef(BenchContender):
+    """`raycollect.send_ref` from the driver, from ref to ref."""
+
+    ACTOR = PairParticipant
+    start = Refs.start
 
     def prepare(self, nbytes: int) -> None:
-        """Declares the group and takes the refs."""
+        """Makes the buffers, and a ref to each."""
         super().prepare(nbytes)
-        self.declared = col.declare_collective_group(self.actors, group_name=self.group)
-        self.refs = [actor.get.remote() for actor in self.actors]
+        self.refs = [actor.get_array.remote() for actor in self.actors]
 
     def operate(self) -> None:
-        """One call."""
-        col.broadcast_refs(self.refs, group_name=self.group)
-
-    def forget(self) -> None:
-        """Ends the group."""
-        if hasattr(self, "declared"):
-            self.declared.destroy()
-            del self.declared, self.refs
+        """Sends once."""
+        col.send_ref(*self.refs, group_name=self.group)
 
 
-class ByRay(InRayGroup, Sync):
-    """A broadcast of all in one piece."""
+class MemberSend(Members):
+    """A method of each actor, which calls `send` or `recv`."""
 
-    def operate(self) -> None:
-        """One call per actor."""
-        ray.get([one.spread.remote(self.group, one is self.trainer) for one in self.actors])
+    ACTOR = Pair
 
-
-class ByStore(Sync):
-    """Through the object store."""
+    def run(self, count: int) -> Sequence[float]:
+        """Sends so many times."""
+        return timed(self.operate, count)
 
     def operate(self) -> None:
-        """One call per actor."""
-        put = self.trainer.put.remote()
-        ray.get([one.load.remote(put) for one in self.rollouts])
+        """Calls both actors."""
+        self.each("move")
+
+
+class RaySend(MemberSend, RayCollective):
+    """The same by `ray.util.collective`."""
+
+
+class Transporter:
+    """An actor for Ray Direct Transport: it returns torch tensors that travel by gloo."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self._torch, self._rank = import_module("torch"), rank
+        self._torch.set_num_threads(1)
+
+    def prepare(self, operation: str, whole: int, in_arena: bool) -> None:
+        """Makes the tensor."""
+        self.tensor = self._torch.empty(whole, dtype=self._torch.float32)
+
+    def fill(self) -> None:
+        """Makes another one, as one that was sent or received may be shared."""
+        self.tensor = self._torch.full_like(self.tensor, 1 - self._rank)
+
+    def wrong(self, growth: float) -> int:
+        """Counts the elements that have not arrived."""
+        return int((self.tensor != 1).sum())
+
+    @ray.method(tensor_transport="gloo")
+    def give(self) -> Any:
+        """Sends the tensor to the receiver of the ref."""
+        return self.tensor
+
+    def keep(self, tensor: Any) -> None:
+        """Keeps what it received."""
+        self.tensor = tensor
+
+
+class DirectTransport(BenchContender):
+    """Ray Direct Transport over gloo."""
+
+    ACTOR = Transporter
+
+    def start(self) -> None:
+        """Creates its group."""
+        create = import_module("ray.experimental.collective").create_collective_group
+        create(self.actors, backend="gloo")
+
+    def operate(self) -> None:
+        """Sends once."""
+        ray.get(self.actors[1].keep.remote(self.actors[0].give.remote()))
+
+
+# ---------------------------------------------------------------------------------------------- the suite
 
 
 def measure(choice: Choice) -> Iterator[Record]:
-    """Measures over four actors."""
+    """Measures over four and eight actors, then between two."""
     makers: list[Maker] = [
-        entry(names.STORE, ByStore),
-        entry(names.VERSIONS, Versions),
-        entry(names.UNCHECKED, Unchecked),
-        entry(names.ORDINARY, Broadcast),
-        entry(names.RAY, ByRay),
+        entry("object store", ByStore, "broadcast", 4),
+        entry("raycollect, put and push", Versions, "broadcast", 4),
+        entry("raycollect", Moved, "broadcast", 4),
     ]
-    sizes = choice.sizes or (100 * MB,)
-    yield from sweep(NAME, choice, makers, op=_OP, ranks=4, sizes=sizes, runs=lambda _: (6, 20))
+    op, sizes = f"sync of {COUNT}", (100 * MB,)
+    yield from sweep(WEIGHTS, choice, makers, op=op, ranks=4, sizes=sizes, runs=lambda _: (6, 20))
+    makers = [
+        entry("object store, boxes by hand", ByStore, "reshard", 8),
+        entry("raycollect", Moved, "reshard", 8),
+        entry("raycollect, arena", Moved, "reshard", 8, in_arena=True),
+        entry("raycollect, captured", MovedByStep, "reshard", 8, in_arena=True),
+    ]
+    op, sizes = f"reshard of {COUNT}", (64 * MB,)
+    yield from sweep(RESHARD, choice, makers, op=op, ranks=8, sizes=sizes, runs=lambda _: (8, 24))
+    makers = [
+        entry("raycollect", SendRef, "broadcast", 2),
+        entry("raycollect, arena", SendRef, "broadcast", 2, in_arena=True),
+        entry("raycollect, in actors", MemberSend, "broadcast", 2),
+        entry("raycollect, in actors, arena", MemberSend, "broadcast", 2, in_arena=True),
+        entry("ray.util.collective", RaySend, "broadcast", 2),
+        entry("Ray Direct Transport", DirectTransport, "broadcast", 2),
+        entry("object store", StoreSend, "broadcast", 2),
+        entry("object store, copied", StoreCopy, "broadcast", 2),
+    ]
+    sizes = (4, 64 * KB, MB, 16 * MB, 64 * MB)
+    yield from sweep(P2P, choice, makers, op="send", ranks=2, sizes=sizes, runs=_runs, burst=BURST)
+
+
+def _runs(nbytes: int) -> tuple[int, int]:
+    return (30, 200) if nbytes < 16 * MB else (6, 24)

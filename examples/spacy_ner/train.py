@@ -1,128 +1,188 @@
-"""Trains a spaCy config in several Ray actors, and keeps the best pipeline; ``spacy project run ray-train`` runs it.
+"""Trains a spaCy config in several Ray actors, and keeps the best pipeline; `spacy project run ray-train` runs it.
 
-    python -m examples.spacy_ner.train [--workers 2] [--config config.cfg] [--output training]
+    python train.py [--workers 2] [--config config.cfg] [--output training]
 
-The config sets the length of the training, batches, dropout and optimizer. An update is one run of a captured step, and
-learns from one batch of each worker.
+The config sets the length of the training, batches, dropout and optimizer. An update learns from one batch of each
+worker: an actor computes the gradients of its batch, `allreduce_refs` sums them, and every actor lets the optimizer
+change its weights. spaCy sums a loss over the words of a batch, so the sum over workers is that of one bigger batch.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-import time
-from collections.abc import Iterator
+import hashlib
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
-from wasabi.tables import row
+from numpy.typing import NDArray
+from spacy.schemas import ConfigSchemaTraining
+from spacy.training import Example
+from spacy.training.initialize import init_nlp
+from spacy.util import load_config, registry, resolve_dot_names
+from thinc.api import fix_random_seed
 
-from examples.spacy_ner.learner import CONFIG, HERE, Job
-from examples.spacy_ner.trainer import Trainer
-from examples.spacy_ner.ways import Captured
+import raycollect as col
 
-BEST = "model-best"
-_WIDTHS = (7, 10, 8, 7, 7, 7)
+Array = NDArray[np.float32]
+
+HERE = Path(__file__).parent
+ONE_THREAD = {"env_vars": dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "BLIS_NUM_THREADS"), "1")}
+_MANY_UPDATES = 1_000_003  # more than a training has, so that no two ranks draw the same dropout
+_NO_STEP: Any = False  # spaCy's own training passes it, though its type says an optimizer or None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """How good the pipeline is after some updates.
+class Learner:
+    """A spaCy pipeline that computes gradients of its batches, and applies a sum of gradients. It does not use Ray.
 
-    Attributes:
-        updates: How many.
-        loss: The loss of a batch, the mean since the last evaluation.
-        update_ms: How long an update took, the mean since the last evaluation.
-        precision, recall, f_score: spaCy's, of entities in the test documents.
+    All learners of a training begin with the same weights. Batch `i` of a rank is batch `i * ranks + rank` of the
+    training; its dropout is drawn from a seed of rank and update.
+
+    Args:
+        config: spaCy's training config.
+        overrides: Settings that differ from it, by their dotted names, as `spacy train` takes them.
+        rank: The rank of this learner.
+        ranks: The number of learners.
+        zeros: Allocates the gradients, ``zeros(shape, dtype)``.
     """
 
+    def __init__(
+        self,
+        config: Path,
+        overrides: Mapping[str, Any],
+        rank: int = 0,
+        ranks: int = 1,
+        zeros: Callable[..., Array] = np.zeros,
+    ) -> None:
+        self.rank, self.ranks, self.updates, self.loss = rank, ranks, 0, 0.0
+        self.nlp = init_nlp(load_config(config, overrides=dict(overrides)))
+        resolved = self.nlp.config.interpolate()
+        self.training: dict[str, Any] = registry.resolve(resolved["training"], schema=ConfigSchemaTraining)
+        train, self._dev = resolve_dot_names(resolved, [self.training["train_corpus"], self.training["dev_corpus"]])
+        self._examples: list[Example] = list(train(self.nlp))
+        self._batches = itertools.islice(self._all_batches(), rank, None, ranks)
+        pipeline: list[tuple[str, Any]] = self.nlp.pipeline  # Any: its types say functions, which have no model
+        layers = [layer for _, pipe in pipeline for layer in pipe.model.walk()]
+        self._parameters = [(layer, name) for layer in layers for name in layer.param_names if layer.has_param(name)]
+        self._gradients: dict[str, Array] = {}
+        for at, (layer, name) in enumerate(self._parameters):
+            gradient = self._gradients[f"{at} {layer.name} {name}"] = zeros(layer.get_param(name).shape, np.float32)
+            layer.set_grad(name, gradient)  # thinc adds to it in place
+
+    def _all_batches(self) -> Iterator[list[Example]]:
+        """Yields all batches of the training, epoch after epoch, each in an order of its own."""
+        for epoch in itertools.count():
+            order = list(self._examples)
+            random.Random(epoch).shuffle(order)
+            yield from self.training["batcher"](order)
+
+    def gradients(self) -> dict[str, Array]:
+        """Computes the gradients of the next batch; returns the same arrays each time."""
+        fix_random_seed(self.updates * _MANY_UPDATES + self.rank)
+        self.loss = self.nlp.update(next(self._batches), sgd=_NO_STEP, drop=self.training["dropout"])["ner"]
+        self.updates += 1
+        return self._gradients
+
+    def apply(self, gradients: dict[str, Array]) -> float:
+        """Lets the optimizer change the weights by the reduced `gradients`, which it clears; returns the loss."""
+        optimizer = self.training["optimizer"]
+        for layer, name in self._parameters:
+            weights, _ = optimizer((layer.id, name), layer.get_param(name), layer.get_grad(name))
+            layer.set_param(name, weights)
+        optimizer.step_schedules()
+        return self.loss
+
+    def digest(self) -> str:
+        """Returns a hash of all weights: equal where they are the same to the last bit."""
+        return hashlib.sha256(b"".join(layer.get_param(name).tobytes() for layer, name in self._parameters)).hexdigest()
+
+    def evaluate(self) -> dict[str, Any]:
+        """Returns spaCy's scores on the test documents: ``ents_p``, ``ents_r``, ``ents_f`` and more."""
+        return self.nlp.evaluate(list(self._dev(self.nlp)))
+
+    def settings(self) -> dict[str, int]:
+        """Returns the length of the training, from the config."""
+        return {name: self.training[name] for name in ("max_steps", "eval_frequency")}
+
+    def save(self, path: Path) -> None:
+        """Writes the pipeline; `spacy.load` reads it."""
+        self.nlp.to_disk(path)
+
+
+@ray.remote(num_cpus=0, runtime_env=ONE_THREAD)
+class Trainer(col.CollectiveParticipant, Learner):
+    """A learner in an actor. Its gradients lie in shared memory, where the others add to them in place."""
+
+    def __init__(self, config: Path, overrides: Mapping[str, Any], rank: int, ranks: int) -> None:
+        Learner.__init__(self, config, overrides, rank, ranks, col.zeros)
+
+    evaluate = col.by_value(Learner.evaluate)
+    settings = col.by_value(Learner.settings)
+    digest = col.by_value(Learner.digest)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
     updates: int
-    loss: float
-    update_ms: float
+    loss: float  # of a batch, the mean since the last evaluation
     precision: float
     recall: float
     f_score: float
 
-    def __str__(self) -> str:
-        scores = (f"{100 * score:.1f}" for score in (self.precision, self.recall, self.f_score))
-        return _row((str(self.updates), f"{self.loss:.2f}", f"{self.update_ms:.1f}", *scores))
 
+def train(trainers: list[Any], output: Path | None = None) -> Iterator[Evaluation]:
+    """Trains, and yields an evaluation every `eval_frequency` updates; `output`/model-best is the best pipeline."""
+    settings: dict[str, int] = ray.get(trainers[0].settings.remote())
+    col.declare_collective_group(trainers, group_name="spacy")
 
-def _row(cells: tuple[str, ...]) -> str:
-    return str(row(cells, widths=_WIDTHS, aligns="r"))
+    @col.step
+    def update() -> list[Any]:
+        gradients = [trainer.gradients.remote() for trainer in trainers]
+        col.allreduce_refs(gradients, group_name="spacy")
+        return [trainer.apply.remote(of_rank) for trainer, of_rank in zip(trainers, gradients, strict=True)]
 
-
-HEADER = _row(("update", "loss", "ms", "P", "R", "F"))
-
-
-def train(actors: list[Any], output: Path | None = None) -> Iterator[Evaluation]:
-    """Trains from the beginning, and evaluates the pipeline every ``eval_frequency`` updates.
-
-    Args:
-        actors: The trainers, by rank; they live on.
-        output: Where the best pipeline is written, as ``model-best``; None: nowhere.
-
-    Yields:
-        An evaluation at a time; the last after ``max_steps`` updates.
-    """
-    settings: dict[str, int] = ray.get(actors[0].settings.remote())
-    way = Captured(actors)
-    way.restart()
-    best, done = -1.0, 0
-    try:
-        while done < settings["max_steps"]:
-            count = min(settings["eval_frequency"], settings["max_steps"] - done)
-            start_s = time.perf_counter()
-            losses = way.train(count)
-            spent_s = time.perf_counter() - start_s
-            done += count
-            scores: dict[str, float] = ray.get(actors[0].evaluate.remote())
-            if output is not None and scores["ents_f"] > best:
-                best = scores["ents_f"]
-                ray.get(actors[0].save.remote(output.resolve() / BEST))
-            yield Evaluation(
-                updates=done,
-                loss=sum(losses) / count / len(actors),
-                update_ms=spent_s / count * 1e3,
-                precision=scores["ents_p"],
-                recall=scores["ents_r"],
-                f_score=scores["ents_f"],
-            )
-    finally:
-        way.close()
+    best, losses = -1.0, list[float]()
+    for done in range(1, settings["max_steps"] + 1):
+        losses += update()
+        if done % settings["eval_frequency"] and done < settings["max_steps"]:
+            continue
+        scores: dict[str, float] = ray.get(trainers[0].evaluate.remote())
+        if output is not None and scores["ents_f"] > best:
+            best = scores["ents_f"]
+            ray.get(trainers[0].save.remote(output.resolve() / "model-best"))
+        yield Evaluation(done, sum(losses) / len(losses), scores["ents_p"], scores["ents_r"], scores["ents_f"])
+        losses.clear()
+    update.close()
+    col.destroy_collective_group("spacy")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Reads the command line."""
     parser = argparse.ArgumentParser(description="Trains a spaCy pipeline with several Ray actors.")
     parser.add_argument("--workers", type=int, default=2, help="how many actors (default 2)")
-    parser.add_argument("--config", type=Path, default=CONFIG, help="spaCy's training config")
+    parser.add_argument("--config", type=Path, default=HERE / "config.cfg", help="spaCy's training config")
     parser.add_argument("--train", type=Path, default=HERE / "corpus" / "train.spacy", help="documents to learn from")
     parser.add_argument("--dev", type=Path, default=HERE / "corpus" / "dev.spacy", help="documents to test with")
     parser.add_argument("--output", type=Path, default=HERE / "training", help="where the best pipeline is written")
-    parser.add_argument("--max-steps", type=int, help="updates, where the config shall not say it")
     return parser.parse_args(arguments)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Trains, and prints a line per evaluation."""
-    options = parse(arguments)
-    overrides = {} if options.max_steps is None else {"training.max_steps": options.max_steps}
-    train_path, dev_path = options.train.resolve(), options.dev.resolve()
-    job = Job(train=train_path, dev=dev_path, config=options.config.resolve(), overrides=overrides)
+def main() -> None:
+    options = parse()
+    overrides = {"paths.train": str(options.train.resolve()), "paths.dev": str(options.dev.resolve())}
     ray.init(include_dashboard=False, log_to_driver=False)  # joins the cluster that RAY_ADDRESS names, else starts one
-    try:
-        print(HEADER)
-        actors = [Trainer.remote(job, rank, options.workers) for rank in range(options.workers)]
-        for evaluation in train(actors, options.output):
-            print(evaluation, flush=True)
-    finally:
-        ray.shutdown()
-    print(f"the best pipeline is in {options.output / BEST}")
-    return 0
+    ranks = range(options.workers)
+    trainers = [Trainer.remote(options.config.resolve(), overrides, rank, options.workers) for rank in ranks]
+    print(f"{'update':>7} {'loss':>10} {'P':>7} {'R':>7} {'F':>7}")
+    for evaluation in train(trainers, options.output):
+        scores = (f"{100 * score:7.1f}" for score in (evaluation.precision, evaluation.recall, evaluation.f_score))
+        print(f"{evaluation.updates:>7} {evaluation.loss:>10.2f}", *scores, flush=True)
+    print(f"the best pipeline is in {options.output / 'model-best'}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
-from raycollect.cli.commands import main
-
 __all__ = ["main"]
+
+
+def main() -> None:
+    """Runs the command line."""
+    from raycollect.cli import commands  # with click, which the harness of the benchmarks does not need
+
+    commands.main()

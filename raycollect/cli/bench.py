@@ -5,27 +5,24 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import asdict
-from itertools import groupby
 from typing import Any
 
 import click
 from click.core import ParameterSource
 from msgspec import structs
 
-from raycollect.cli.options import ADDRESS_HELP, Finite, as_json, print_json, ray_warnings_aside, refused
+from raycollect.cli.options import (
+    ADDRESS_HELP,
+    OPERATIONS,
+    WAYS,
+    Finite,
+    as_json,
+    print_json,
+    ray_warnings_aside,
+    refused,
+)
 from raycollect.planner.wording import columns, counted, nbytes_words, seconds_words
 
-# Operation -> the part of the whole tensor that a rank gives, and the part that it takes; "": it works in place
-OPERATIONS: Mapping[str, tuple[str, str]] = {
-    "allreduce": ("whole", ""),
-    "broadcast": ("whole", ""),
-    "allgather": ("piece", "whole"),
-    "reducescatter": ("whole", "piece"),
-    "alltoall": ("whole", "whole"),
-}
-WAYS = ("captured", "refs", "members")
 FACTOR = 4  # from one size of a range to the next
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZE = re.compile(r"(\d+)([KMG]?)", re.IGNORECASE)
@@ -93,7 +90,7 @@ def ways_of(_context: click.Context, _parameter: click.Parameter, text: str) -> 
     callback=ways_of,
     default=",".join(WAYS),
     show_default=True,
-    help="A captured step, the driver's operation on refs, calls that members make.",
+    help="A captured step, the driver's operation on refs, calls that members make; Ray's library, the object store.",
 )
 @click.option("--address", metavar="HOST:PORT", help=f"{ADDRESS_HELP}, else one is started.")
 @click.option("--calibrate", is_flag=True, help="Measure what moving bytes costs on this host; takes a few seconds.")
@@ -128,21 +125,35 @@ def bench(context: click.Context, /, calibrate: bool, as_json: bool, **given: An
         _time({name: given[name] for name in _TIMING}, as_json)
 
 
+_UNITS_OF_ROWS = {
+    "nbytes": "bytes per rank",
+    "median_s": "seconds",
+    "p90_s": "seconds",
+    "algorithm_bandwidth": "bytes per second",
+    "bus_bandwidth": "bytes per second",
+}
+
+
 def _time(given: dict[str, Any], as_json: bool) -> None:
     from raycollect.cli import measuring  # with Ray
 
     address = given.pop("address")
     with ray_warnings_aside(as_json):
         start_ray(address)
-        backend, rows = measuring.measure(**given)
+        backend, rows, skipped = measuring.measure(**given)
     operation, ranks, runs = given["operation"], given["ranks"], given["runs"]
     if as_json:
-        shown = {"operation": operation, "ranks": ranks, "backend": backend, "dtype": "float32", "runs": runs}
-        print_json({**shown, "rows": [asdict(row) for row in rows]})
+        head = {"operation": operation, "ranks": ranks, "backend": backend, "dtype": "float32", "runs": runs}
+        print_json({**head, "units": _UNITS_OF_ROWS, "skipped": skipped, "rows": [structs.asdict(row) for row in rows]})
         return
     click.echo(f"{operation} of float32 between {ranks} actors over {backend}, {counted(runs, 'run')} each")
-    for way, of_way in groupby(rows, lambda row: row.way):
-        click.echo("\n".join(["", way, *columns([_HEAD, *map(_cells, of_way)], _HEAD)]))
+    for way in given["ways"]:
+        of_way = [row for row in rows if row.way == way]
+        if of_way:
+            title = f"{way}, timed in the {of_way[0].timed_in}"
+            click.echo("\n".join(["", title, *columns([_HEAD, *map(_cells, of_way)], _HEAD)]))
+        else:
+            click.echo(f"\n{way}: skipped: {skipped[way]}")
 
 
 def _cells(row: Any) -> tuple[str, ...]:
@@ -151,7 +162,7 @@ def _cells(row: Any) -> tuple[str, ...]:
 
 
 def start_ray(address: str | None) -> None:
-    """Joins a cluster, or starts Ray without its dashboard and its logs on the screen.
+    """Joins a cluster, or starts Ray without its dashboard and its logs on the screen; says which on stderr.
 
     Raises:
         ConnectionError: No cluster answers at that address, or at the address that `RAY_ADDRESS` names.
@@ -164,16 +175,25 @@ def start_ray(address: str | None) -> None:
     if ray.is_initialized():
         return
     named = address or os.environ.get("RAY_ADDRESS")
-    if named and named != "local":
-        cluster_registry.ClusterReader(cluster_registry.find_cluster(named))  # ray.init would wait for most of a minute
-    ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
+    try:
+        target = "local" if named == "local" else cluster_registry.find_cluster(named)
+    except ConnectionError:
+        if named:
+            raise
+        target = "local"
+    if target == "local":
+        click.echo("starting Ray on this machine", err=True)
+    else:
+        cluster_registry.ClusterReader(target)  # ray.init would wait for most of a minute
+        click.echo(f"joining the Ray cluster at {target}", err=True)
+    ray.init(address=target, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
 
 
 def _calibrate(between: tuple[float, float] | None, output: str | None, as_json: bool) -> None:
-    from raycollect.cli import calibrate as measuring  # with numpy
+    from raycollect.cli import calibrate  # with numpy
     from raycollect.group import link_costs
 
-    links = [measuring.measure(backend) for backend in measuring.BACKENDS]
+    links = [calibrate.measure(backend) for backend in calibrate.BACKENDS]
     if between is not None:
         links.append(link_costs.given(latency_s=between[0] * 1e-6, bandwidth=between[1] * 1e9 / 8))
     if as_json:

@@ -98,7 +98,7 @@ def _times(backend: str, folder: str, sizes: Sequence[int], rank: int) -> dict[i
     ops = backends.ops_of(backend)
     spec = GroupSpec(name="calibrate", group_id=f"calibrate-{path.name}", backend=backend, world_size=2, ops=ops)
     no_exchange = cast(Any, None)  # `shm` and `tcp` agree by themselves
-    communicator = backends.load(backend)(Joining(spec, rank, _Folder(path), no_exchange))
+    communicator = backends.load(backend)(Joining(spec, rank, FolderRendezvous(path), no_exchange))
     try:
         times = {n: _one_way_s(communicator, seq, n) for seq, n in enumerate(sizes, 1)}
     finally:
@@ -134,16 +134,18 @@ def _kernel(kind: OpKind, array: np.ndarray[tuple[int], np.dtype[np.generic]], p
     return Kernel(kind=kind, src=array if sends else None, dst=None if sends else array, peer=peer)
 
 
-class _Folder:
-    """A `Rendezvous` in a folder."""
+class FolderRendezvous:
+    """A `Rendezvous` in a folder that all ranks share."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def put(self, name: str, value: bytes) -> None:
+        """Publishes a value."""
         files.write(self._folder / f"value.{name}", value)
 
     def get(self, name: str, timeout_s: float) -> bytes:
+        """Waits for a value."""
         until_s = time.monotonic() + timeout_s
         while time.monotonic() < until_s:
             try:

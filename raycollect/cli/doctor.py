@@ -87,7 +87,7 @@ def checks() -> list[Check]:
     sealed = "a Linux that has memfd_create and lets containers call it (seccomp); until then name backend='tcp'"
     namespaces = "one pid namespace, and /proc without hidepid, for all actors of a host; else tensors are copied"
     gpu = "nothing, without a GPU; else install the driver, and give the GPUs to the container (--gpus all)"
-    ray = "ray start --head, or correct RAY_ADDRESS; or nothing: without either, the first declaration starts a cluster"
+    ray = "ray start --head, or correct RAY_ADDRESS"
     must_have_costs = bool(os.environ.get(link_costs.ENVIRONMENT_VARIABLE))  # else no group can be declared
     costs = "raycollect bench --calibrate" + must_have_costs * f", or unset {link_costs.ENVIRONMENT_VARIABLE}"
     reinstall = "pip install --force-reinstall '{}>={}'"
@@ -309,15 +309,24 @@ def measured_costs() -> str:
 _CLUSTER = """
 import json
 from raycollect.group import cluster_registry as registry
-cluster = registry.ClusterReader(registry.find_cluster({address!r}))
+try:
+    address = registry.find_cluster({address!r})
+except ConnectionError:
+    if {address!r}:
+        raise
+    print(json.dumps(["", 0, 0]))
+    raise SystemExit
+cluster = registry.ClusterReader(address)
 print(json.dumps([cluster.address, cluster.alive_nodes(), len(cluster.groups())]))
 """
 
 
 def cluster() -> str:
-    """Returns the cluster that a driver here would join. The check joins no cluster and starts none."""
+    """Returns the cluster that a driver here joins, or that it starts Ray. The check does neither."""
     named = os.environ.get("RAY_ADDRESS") or None
     if named == "local":
-        return "RAY_ADDRESS is local: each driver starts a cluster of its own"
+        return "RAY_ADDRESS is local: a driver here starts Ray"
     address, nodes, groups = run_child(_CLUSTER.format(address=named))
-    return f"{address}: {counted(nodes, 'node')}, {counted(groups, 'group')} declared"
+    if not address:
+        return "none runs here: a driver here starts Ray"
+    return f"a driver here joins {address}: {counted(nodes, 'node')}, {counted(groups, 'group')} declared"

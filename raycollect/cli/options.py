@@ -5,11 +5,21 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from typing import Any, TypeVar
 
 import click
+
+# Operation of `bench` -> the part of the whole tensor that a rank gives, and the part that it takes; "": in place
+OPERATIONS: Mapping[str, tuple[str, str]] = {
+    "allreduce": ("whole", ""),
+    "broadcast": ("whole", ""),
+    "allgather": ("piece", "whole"),
+    "reducescatter": ("whole", "piece"),
+    "alltoall": ("whole", "whole"),
+}
+WAYS = ("captured", "refs", "members", "ray.util.collective", "object-store")
 
 ADDRESS_HELP = "The Ray cluster, HOST:PORT; by default RAY_ADDRESS, else the cluster on this host"
 

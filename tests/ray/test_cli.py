@@ -118,4 +118,4 @@ def test_doctor_has_what_is_required_and_sees_the_cluster(cluster):
     assert required == {"memfd", *doctor.requirements()}
     found = rows["Ray cluster"]
     assert found["state"] == doctor.OK
-    assert found["found"].startswith(f"{ray.get_runtime_context().gcs_address}: 1 node, ")
+    assert f" {ray.get_runtime_context().gcs_address}: 1 node, " in found["found"]

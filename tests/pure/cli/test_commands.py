@@ -11,8 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from raycollect.cli.commands import main
-from raycollect.errors import GroupBrokenError
-from raycollect.group import cluster_registry
+from raycollect.errors import RaycollectError
 from raycollect.group.rank_table import RankTable
 from tests.pure.cli.command_line import ROOT, run_command
 
@@ -141,29 +140,10 @@ def test_a_wrong_command_line_ends_with_2(tmp_path: Path, args: tuple[str, ...],
     assert says in result.stderr
 
 
-BROKEN = GroupBrokenError(group_name="g", detail="rank 1 died")
-
-
-@pytest.mark.parametrize(
-    ("raised", "debug", "code", "stderr"),
-    [
-        (BROKEN, None, 1, "Error: group 'g': rank 1 died\nWhat to do: "),
-        (ConnectionError("none runs here"), None, 1, "Error: none runs here\n"),
-        (KeyboardInterrupt(), None, 130, "Interrupted.\n"),
-        (BROKEN, "1", None, ""),
-        (ZeroDivisionError(), None, None, ""),
-    ],
-)
-def test_an_error_for_the_user_is_told_in_words_and_others_are_raised(
-    monkeypatch: pytest.MonkeyPatch, raised: BaseException, debug: str | None, code: int | None, stderr: str
-) -> None:
-    def fail(address: str | None) -> str:
-        raise raised
-
-    monkeypatch.setattr(cluster_registry, "find_cluster", fail)
-    result = CliRunner().invoke(main, ["status"], env={"RAYCOLLECT_DEBUG": debug})
-    if code is None:
-        assert result.exception is raised
-    else:
-        assert (result.exit_code, result.stdout) == (code, "")
-        assert result.stderr.startswith(stderr)
+@pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "127.0.0.1:1", "nowhere"])
+def test_an_error_for_the_user_is_text_and_a_traceback_on_request(address: str) -> None:
+    result = run_command("status", "--address", address)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("Error: ")
+    raised = CliRunner().invoke(main, ["status", "--address", address], env={"RAYCOLLECT_DEBUG": "1"}).exception
+    assert isinstance(raised, RaycollectError | ConnectionError)

@@ -25,7 +25,6 @@ MOST_PATCHES = {
     "pure/backends": 54,
     "pure/captured": 2,
     "pure/channel": 11,
-    "pure/cli": 4,
     "pure/core": 14,
     "pure/driver": 10,
     "pure/engine": 10,
