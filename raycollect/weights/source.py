@@ -6,13 +6,13 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from raycollect.backends.arrays import Array, byte_range
+from raycollect.core import threads
 from raycollect.core.model import TENSOR, Key, Structure
 from raycollect.errors import VersionNotPutError, Violation, refusal
 from raycollect.member.participant import Participant
@@ -212,8 +212,8 @@ class Source:
                 raise refusal("put", "", (dirty,))
             items = list(of_tensor.items())
             count = min(_THREADS, 1 + self.nbytes(wanted) // _THREAD_NBYTES)
-            with ThreadPoolExecutor(count, "raycollect-copy") as threads:  # copies and digests hold no GIL
-                for copied in threads.map(lambda at: self._copy_tensors(filling, items[at::count], live), range(count)):
+            with threads.pool("raycollect-copy", count) as workers:  # copies and digests hold no GIL
+                for copied in workers.map(lambda at: self._copy_tensors(filling, items[at::count], live), range(count)):
                     sealed |= copied
         filling.slot.sealed.update(sealed)
         filling.slot.serve(store)

@@ -48,7 +48,9 @@ from tests.pure.fleet import contain
 from tests.pure.member.leases import Heard, backend, join, plan, premises
 from tests.pure.member.leases import leased as lease_of
 from tests.pure.member.step_bench import FakePost, bench
-from tests.pure.thread_faults import BOOM, WAIT_S, fail_at
+from tests.pure.participants import participant
+from tests.pure.thread_faults import BOOM, WAIT_S, Failing, fail_at
+from tests.pure.weights.sides import AMONG, V1, source, tensors
 
 __all__ = ["backend", "bench", "premises", "rig"]  # fixtures
 
@@ -133,6 +135,19 @@ def test_a_frame_of_the_live_view_that_fails_is_answered_and_the_next_one_too() 
             assert answer.status == 200
     finally:
         server.close()
+
+
+def test_a_copy_of_a_version_that_fails_is_an_error_of_the_put_and_the_next_put_works() -> None:
+    here = participant()
+    src = source(here, tensors(1))
+    failing = Failing("raycollect-copy")
+    src._side.box = failing.wrap(src._side.box)
+    with pytest.raises(TypeError, match="injected"):
+        src.seal(V1, AMONG, b"1")
+    assert failing.consumed.is_set()
+    _, digests = src.seal(V1, AMONG, b"2")
+    assert set(digests) == set(AMONG)
+    here.close()
 
 
 def test_a_request_that_fails_is_answered_and_the_next_one_too() -> None:
