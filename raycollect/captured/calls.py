@@ -62,7 +62,7 @@ class StepRequests(RequestList):
 
     def promise(self, actor_id: str) -> Pending:
         """Stands for what the next collective makes on an actor, in each run."""
-        pending = self.made[len(self.asked), actor_id] = super().promise(actor_id)
+        pending = self.made[len(self.requests), actor_id] = super().promise(actor_id)
         pending.step = self._count()
         if self._is_traced:
             pending._traced = f"what the collective at {user_line()} makes"
@@ -83,7 +83,7 @@ class StepRequests(RequestList):
         step = self._count()
         made = Pending(self, -1, actor_id, step=step, key=captured_key(self._capture, step))
         one = MethodCall(
-            step=step, before=len(self.asked), actor=actor, method=method, args=args, kwargs=kwargs, made=made
+            step=step, before=len(self.requests), actor=actor, method=method, args=args, kwargs=kwargs, made=made
         )
         self.calls.append(one)
         if self._is_traced:
@@ -92,7 +92,7 @@ class StepRequests(RequestList):
 
     def end_plan(self) -> None:
         """Ends the current plan: later plans may use what it makes."""
-        self._first = len(self.asked)
+        self._first = len(self.requests)
         for pending in self._pending:
             pending.key = captured_key(self._capture, pending.step)
         self._pending.clear()

@@ -9,7 +9,7 @@ from typing import Any
 from raycollect.captured.calls import MethodCall, StepRequests, between_plans
 from raycollect.captured.error_text import StepErrorText
 from raycollect.core.model import Key, Member
-from raycollect.driver.dispatch import DispatchPlan, explained, prepare
+from raycollect.driver.dispatch import DispatchPlan, prepare
 from raycollect.driver.pending import Argument, Pending
 from raycollect.driver.requests import Ref
 from raycollect.driver.step_plan import Stage, StepPlan
@@ -89,18 +89,16 @@ class StepCompiler:
 
     def _plan(self, staging: int, words: StepErrorText) -> list[DispatchPlan]:
         request_list, firsts = self._request_list, self._request_list.firsts
-        found, errors = [], list[RefusedError]()
-        for first, last in zip(firsts, [*firsts, len(request_list.asked)][1:], strict=True):
-            asked = tuple(request_list.asked[first:last])
+        plans, errors = [], list[RefusedError]()
+        for first, last in zip(firsts, [*firsts, len(request_list.requests)][1:], strict=True):
             try:
-                found.append(prepare(asked, staging))
-            except RefusedError as exc:
-                error = explained(exc, asked, self.keys)
-                moved = tuple(replace(one, call=max(one.call, 0) + first) for one in error.violations)
+                plans.append(prepare(tuple(request_list.requests[first:last]), staging, self.keys))
+            except RefusedError as error:
+                moved = tuple(replace(violation, call=max(violation.call, 0) + first) for violation in error.violations)
                 errors.append(refusal(error.op, error.group_name, moved))
         if errors:
             raise copy_error(words.tell(together(errors)))
-        return found
+        return plans
 
     def step_plan(self, memberships: Sequence[Membership]) -> StepPlan:
         """The plans as one; `memberships` are the groups of the collectives, and last that of `idle` actors."""
@@ -118,7 +116,7 @@ class StepCompiler:
         if actor_id in self.idle:
             group = memberships[-1]
         else:
-            calls = self._request_list.asked
+            calls = self._request_list.requests
             group = next(one.group for one in calls if one.group.rank_of(actor_id) in [at for at, *_ in one.operands])
         return group, group.members[group.rank_of(actor_id)]
 

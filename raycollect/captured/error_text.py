@@ -28,14 +28,14 @@ class StepErrorText:
         self._capture = capture
         self._steps = tuple(request_list.steps)
         self._declared = declared
-        kinds = [asked.name for asked in request_list.asked]
+        kinds = [asked.name for asked in request_list.requests]
         self._values = {
             step: f"what call {step} ({kind}) gave" for step, kind in zip(request_list.steps, kinds, strict=True)
         }
         actors = {call.made.actor_id: ray_actors.describe_actor(call.actor) for call in request_list.calls}
         for call in request_list.calls:
             self._values[call.step] = f"what call {call.step} ({call.method}) of {actors[call.made.actor_id]} gave"
-        groups = dict.fromkeys(asked.group for asked in request_list.asked)
+        groups = dict.fromkeys(asked.group for asked in request_list.requests)
         members = {one.actor_id: one.actor for group in groups for one in group.members}
         names = list((actors | members).values())
         more = f" and {len(names) - MOST_ACTORS} more" if len(names) > MOST_ACTORS else ""

@@ -216,7 +216,7 @@ def install(
 ) -> Installed:
     """Plans what was recorded, and makes all participants ready to run it."""
     deadline_s = monotonic() + timeout_s
-    memberships = [one.group for one in request_list.asked]
+    memberships = [one.group for one in request_list.requests]
     declared = {one.spec.name for one in memberships if controller.groups.find(one.spec.name)}
     words = StepErrorText(capture, request_list, declared)
     compiler = StepCompiler(capture, request_list, staging, words)

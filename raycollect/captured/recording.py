@@ -102,7 +102,7 @@ class Recording(Batch):
         """Outside a step, a method that a batch's block calls runs before the batch, wherever it is called."""
         inner = batch.current()
         while inner is not None and inner is not self:
-            if len(self.request_list.asked) > inner._first:
+            if len(self.request_list.requests) > inner._first:
                 detail = f"{name} is called in a batch of a step, after a collective of it: call it before the batch"
                 raise CaptureError(detail=detail)
             inner = inner._outer

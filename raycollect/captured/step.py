@@ -145,9 +145,9 @@ class Capture(BoundToProcess):
 
     def _record(self) -> None:
         request_list = self._block.request_list
-        if not request_list.asked and not request_list.calls:
+        if not request_list.requests and not request_list.calls:
             raise CaptureError(detail="nothing was recorded in the block: call operations of the driver, or methods")
-        self._counts = len(request_list.asked), len(request_list.calls)
+        self._counts = len(request_list.requests), len(request_list.calls)
         request_list.end_plan()
         self._controller = Controller.current()
         block = self._block

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.core.signals import Deferred, close_block, guarded, open_block
 from raycollect.driver.controller import Controller
-from raycollect.driver.dispatch import Submission
+from raycollect.driver.dispatch import RequestKey
 from raycollect.driver.driver_rank import with_results
 from raycollect.driver.requests import RequestList
 from raycollect.driver.work import Work, wait_or_abort
@@ -82,7 +82,7 @@ class Batch(BoundToProcess):
         if self._outer is not None:
             self.request_list = self._outer.request_list
             self.timeout_s = self._outer.timeout_s if self.timeout_s is None else self.timeout_s
-        self._first, self._refs_before = len(self.request_list.asked), len(self.request_list.refs)
+        self._first, self._refs_before = len(self.request_list.requests), len(self.request_list.refs)
         self._thread, self._task = threading.get_ident(), _running_task()
         self._why, self._is_open = "its block has not ended", True
         self._token = _current.set(self)
@@ -100,7 +100,7 @@ class Batch(BoundToProcess):
     def _close(self, exc: BaseException | None) -> None:
         if not self._is_open:
             return
-        self._end, self._is_open = len(self.request_list.asked), False
+        self._end, self._is_open = len(self.request_list.requests), False
         close_block()
         try:
             is_elsewhere = not self._leave()
@@ -162,7 +162,7 @@ class Batch(BoundToProcess):
         return threading.get_ident() == self._thread and _running_task() is self._task
 
     def _send(self) -> None:
-        if self.is_rehearsal or not self.request_list.asked:
+        if self.is_rehearsal or not self.request_list.requests:
             return
         controller = Controller.current()
         try:
@@ -292,21 +292,18 @@ def check_arguments(op: str, staging_nbytes: Any, timeout_s: Any, **flags: Any) 
 
 def record(
     function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-) -> Submission:
+) -> tuple[tuple[RequestKey, ...], dict[Any, Any], int]:
     """Runs a function and records its calls as one batch that is never sent.
 
     Batches in the function are joined, and their calls need no waiting; their outputs stay `Pending`. Calls of threads
     and asynchronous tasks that the function starts are made, not recorded. Raises what the calls raise before planning.
+
+    Returns:
+        The calls, their refs by key, and the bytes of staging memory.
     """
     with Batch(is_rehearsal=True) as rehearsal:
         function(*args, **(kwargs or {}))
     request_list = rehearsal.request_list
-    found = Submission(
-        asked=tuple(request_list.asked),
-        refs=dict(request_list.refs),
-        results=(),
-        staging=rehearsal.staging_nbytes,
-        is_batch=True,
-    )
+    recorded = tuple(request_list.requests), dict(request_list.refs), rehearsal.staging_nbytes
     request_list.rewind(0, 0, _REHEARSED)
-    return found
+    return recorded

@@ -14,10 +14,10 @@ from raycollect.core.placeholder import Placeholder
 from raycollect.driver import batch, compiled_call, operand_binding
 from raycollect.driver.compiled_call import CompiledCall
 from raycollect.driver.controller import Controller
-from raycollect.driver.dispatch import RequestKey, explained, prepare
+from raycollect.driver.dispatch import RequestKey, prepare
 from raycollect.driver.operand_binding import Operand, TaskWait
 from raycollect.driver.pending import Pending
-from raycollect.errors import RefusedError, Violation, refusal, wrong_argument, wrong_flags, wrong_time_limit
+from raycollect.errors import Violation, refusal, wrong_argument, wrong_flags, wrong_time_limit
 from raycollect.errors.text import a_type, shown
 from raycollect.group import membership as groups
 from raycollect.planner import STAGING_NBYTES, Membership, Reshard
@@ -264,7 +264,7 @@ class Call:
     def _raise(self) -> None:
         if self._violations:
             around = self._batch
-            number = -1 if around is None else len(around.request_list.asked)
+            number = -1 if around is None else len(around.request_list.requests)
             if around is not None and around.is_rehearsal and not number:  # a plan of one call, as far as is known
                 number = -1
             found = tuple(replace(self._to_itself(one), call=number) for one in self._violations)
@@ -304,28 +304,24 @@ class Call:
         """Compiles `parts`, (rank, input, output), and `results`, (rank, operand that holds it; None: it is made)."""
         places: dict[Any, int] = {}
 
-        def place(one: Operand | None) -> int | None:
-            if one is None or one.ref is None:
+        def place(operand: Operand | None) -> int | None:
+            if operand is None or operand.ref is None:
                 return None
             # A captured value: several participants have one under its key
-            identity = one.ref if type(one.ref) is Pending else one.key
+            identity = operand.ref if type(operand.ref) is Pending else operand.key
             if identity not in places:
                 places[identity] = len(places)
-                self.used.append(one)
+                self.used.append(operand)
             return places[identity]
 
         membership, limit_s = self._membership, self._limit_s
         operands = tuple([(rank, place(src), place(dst)) for rank, src, dst in parts])
         call = (membership, self._kind, operands, self._op, root, peer, bool(inplace), limit_s, bool(snapshot), reshard)
-        asked = RequestKey(*call, is_limited=self._timeout_s is not None)
-        found = [(membership.members[rank].actor_id, place(holder)) for rank, holder in results]
-        try:
-            prepared = prepare((asked,), STAGING_NBYTES) if self._batch is None else None
-        except RefusedError as exc:
-            raise explained(exc, (asked,), tuple(places)) from None
-        held = tuple([actor_id if at is None else at for actor_id, at in found])
-        makes = any(at is None for _, at in found)
-        return CompiledCall(asked, tuple(range(len(places))), held, is_list, makes, prepared)
+        request = RequestKey(*call, is_limited=self._timeout_s is not None)
+        holders = [(membership.members[rank].actor_id, place(holder)) for rank, holder in results]
+        prepared = prepare((request,), STAGING_NBYTES, tuple(places)) if self._batch is None else None
+        held = tuple([actor_id if at is None else at for actor_id, at in holders])
+        return CompiledCall(request, tuple(range(len(places))), held, is_list, prepared)
 
     @property
     def _limit_s(self) -> float:

@@ -14,12 +14,12 @@ from typing import Any
 from ray.exceptions import RayError
 
 from raycollect.backends import folds
-from raycollect.core.model import TENSOR, Structure, TensorInfo
+from raycollect.core.model import TENSOR, Key, Structure, TensorInfo
 from raycollect.core.operations import PIECES
 from raycollect.driver import held_values
 from raycollect.driver.batch import record
 from raycollect.driver.controller import Controller
-from raycollect.driver.dispatch import Submission, explained, prepare
+from raycollect.driver.dispatch import explained, prepare
 from raycollect.engine import agreement
 from raycollect.engine.agreement import Arrival, Side, Spec
 from raycollect.errors import BatchError, RefusedError, Violation, refusal
@@ -57,21 +57,20 @@ def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         raise BatchError(
             detail=f"plan() takes an operation and its arguments, or a function that calls operations, not {what}"
         )
-    recorded = record(fn, args, kwargs)
-    if not recorded.asked:
+    requests, refs, staging = record(fn, args, kwargs)
+    if not requests:
         detail = (
             f"{getattr(fn, '__name__', fn)!r} called no operation: plan() takes one and its arguments, or a function"
         )
         raise BatchError(detail=f"{detail} that calls some")
-    Controller.current().groups.check([one.group for one in recorded.asked])
+    Controller.current().groups.check([request.group for request in requests])
+    planned = prepare(requests, staging, tuple(refs)).plan
     try:
-        found = prepare(recorded.asked, recorded.staging).plan
-        handles = _handles(recorded, found)
-        estimated = _Estimated(found, handles)
-        estimated.judge()
+        handles = _handles(refs, planned)
+        _Estimated(planned, handles).judge()
     except RefusedError as exc:
-        raise explained(exc, recorded.asked, tuple(recorded.refs)) from exc.__cause__
-    return explain(found, {source: handle.infos for source, handle in handles.items()})
+        raise explained(exc, requests, tuple(refs)) from exc.__cause__
+    return explain(planned, {source: handle.infos for source, handle in handles.items()})
 
 
 def _numbered(violations: Sequence[Violation], number: int, plan: Plan) -> list[Violation]:
@@ -81,13 +80,12 @@ def _numbered(violations: Sequence[Violation], number: int, plan: Plan) -> list[
 # ---------------------------------------------------------------------------------------------- what refs hold
 
 
-def _handles(recorded: Submission, plan: Plan) -> dict[Source, Handle]:
-    refs = dict(enumerate(recorded.refs.values()))
-    values, late = held_values.values_of(refs, plan.timeout_s)
+def _handles(refs: Mapping[Key, Any], plan: Plan) -> dict[Source, Handle]:
+    values, late = held_values.values_of(dict(enumerate(refs.values())), plan.timeout_s)
     if late:
         number, rank = _user(plan, late[0])
         ranks = (rank,) if len(late) == 1 else tuple(_user(plan, source)[1] for source in late)
-        name = recorded.asked[number].group.spec.name
+        name = plan.memberships[number].spec.name
         raise held_values.late_error(plan.name, name, len(late), ranks, plan.timeout_s)
     found: dict[Source, Handle] = {}
     violations: list[Violation] = []

@@ -75,6 +75,7 @@ class PlanTracker:
         launches: The numbers of its launches.
         refs: The operand refs by key, held until the plan has ended everywhere (P5); after a refusal those that tell
             more about it, until `explain`.
+        keys: Those of the refs, in the order of the plan's sources.
         made: (request, position) -> the ref of what the request makes there.
         letters: Those that brought it, if a thread waits for their marks.
         deadline: When its caller's time limit is over.
@@ -103,7 +104,7 @@ class PlanTracker:
         seq: int,
         plan: Plan,
         memberships: Sequence[Membership],
-        refs: dict[Key, Any],
+        refs: Mapping[Key, Any],
         deadline: Deadline = NEVER,
     ) -> None:
         self.seq = seq
@@ -114,7 +115,7 @@ class PlanTracker:
         self.groups: tuple[Membership, ...] = tuple(dict.fromkeys(memberships))
         self.made: dict[tuple[int, int], Any] = {}
         self._memberships = memberships
-        self._keys = tuple(refs)
+        self.keys: tuple[Key, ...] = tuple(refs)
         self._is_chain = plan.width > 1  # a rank that waits in one launch does not hear that another one broke
         self._gathers: dict[_AgreementKey, ArrivalGather] = {}  # the agreements before launches that come here
         self._pending = set(range(len(plan.participants)))
@@ -148,7 +149,7 @@ class PlanTracker:
     @cached_property
     def location(self) -> ErrorLocator:
         """Maps positions and sources to what users know."""
-        return ErrorLocator(self.plan, self._memberships, self._keys)
+        return ErrorLocator(self.plan, self._memberships, self.keys)
 
     def is_pending(self, position: int) -> bool:
         """True while that participant has not ended it."""
@@ -161,7 +162,7 @@ class PlanTracker:
     @cached_property
     def writes(self) -> Mapping[Key, bool]:
         """Key -> whether it writes the tensor, for each ref that it uses."""
-        return {self._keys[one]: written for one, written in self.plan.uses().items()}  # type: ignore[call-overload]
+        return {self.keys[one]: written for one, written in self.plan.uses().items()}  # type: ignore[call-overload]
 
     def wait(self, timeout_s: float | None) -> bool:
         """Waits for the outcome; False: it is not known in time."""

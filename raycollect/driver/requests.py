@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from raycollect.core.model import Key
 from raycollect.driver.controller import Controller
-from raycollect.driver.dispatch import RequestKey, Submission, made
+from raycollect.driver.dispatch import RequestKey, Submission, made_by, prepare
 from raycollect.driver.pending import Pending
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.planner import Made, Source
@@ -17,7 +17,7 @@ _UNSENT = "its plan could not be sent"
 class RequestList:
     """Calls that go into one plan; `results` has a `Pending` for each ref that is still to be made. For one thread."""
 
-    __slots__ = ("_first", "_pending", "_places", "asked", "refs", "results")
+    __slots__ = ("_first", "_pending", "_places", "refs", "requests", "results")
 
     def __init__(self) -> None:
         self._first = 0  # the first call of the plan that is being recorded
@@ -25,7 +25,7 @@ class RequestList:
 
     def clear(self) -> None:
         """Drops all that was recorded; placeholders still say what they belong to."""
-        self.asked: list[RequestKey] = []
+        self.requests: list[RequestKey] = []
         self.results: list[Any] = []
         self.refs: dict[Any, Any] = {}
         self._places: dict[Any, int] = {}
@@ -45,18 +45,18 @@ class RequestList:
 
     def promise(self, actor_id: str) -> Pending:
         """Stands for what the next call makes on an actor."""
-        pending = Pending(self, len(self.asked), actor_id)
+        pending = Pending(self, len(self.requests), actor_id)
         self._pending.append(pending)
         return pending
 
-    def add(self, asked: RequestKey, result: Any) -> None:
+    def add(self, request: RequestKey, result: Any) -> None:
         """Records a call."""
-        self.asked.append(asked)
+        self.requests.append(request)
         self.results.append(result)
 
     def rewind(self, count: int, refs: int, why: str) -> None:
         """Drops all but the first calls and refs."""
-        del self.asked[count:], self.results[count:]
+        del self.requests[count:], self.results[count:]
         while len(self.refs) > refs:
             key, _ = self.refs.popitem()
             del self._places[key]
@@ -70,18 +70,12 @@ class RequestList:
 
         `is_awaited` is as in `send_prepared`.
         """
-        submission = Submission(
-            asked=tuple(self.asked),
-            refs=self.refs,
-            results=tuple(self.results),
-            staging=staging,
-            is_batch=True,
-        )
-        tracker = submission.send(controller, is_awaited=is_awaited)
+        submission = Submission(prepare(tuple(self.requests), staging, tuple(self.refs)), self.refs, self.results)
+        tracker, results = submission.send(controller, is_awaited=is_awaited)
         for pending in self._pending:
-            pending._settle(made(pending, tracker), _UNSENT)
+            pending._settle(made_by(tracker, pending), _UNSENT)
         self.clear()
-        self.results = submission.given(tracker)
+        self.results = results
         return tracker, submission
 
 

@@ -255,8 +255,8 @@ class Work(UnderWay):
             raise RetryError(op=self._tracker.plan.name, detail="it ended without an error: nothing to retry")
         submission = self._sent[0].again(self._controller, self._tracker)
         with Deferred():
-            tracker = submission.send(self._controller)
-            return Work(self._controller, tracker, submission.given(tracker), submission)
+            tracker, refs = submission.send(self._controller)
+            return Work(self._controller, tracker, refs, submission)
 
     def __await__(self) -> Generator[Any, None, Any]:
         loop = asyncio.get_running_loop()

@@ -133,8 +133,8 @@ class TracedCapture(Capture):
 
     def _record(self) -> None:
         request_list = self._block.request_list
-        if request_list.asked or request_list.calls:
-            self._on_derived = any(request.group.is_derived for request in request_list.asked)
+        if request_list.requests or request_list.calls:
+            self._on_derived = any(request.group.is_derived for request in request_list.requests)
             super()._record()
 
     @property
