@@ -46,11 +46,6 @@ class Recording(Batch):
 
     # ------------------------------------------------------------------------------------------ as a batch
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether it did not end well."""
-        return bool(self._why)
-
     def clear(self) -> None:
         """Drops all that was recorded, except the parameters and the structure of what runs return."""
         self.request_list.clear()

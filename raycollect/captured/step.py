@@ -124,24 +124,18 @@ class Capture(BoundToProcess):
     @guarded
     def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
         with Deferred():
+            self._state = "its block failed"
             try:
                 if self._recorder is not None:
                     recorded_calls.end(self._recorder)
                 self._block.__exit__(kind, exc, trace)
+                if exc is None:
+                    self._record()
+                    self._state = ""
             finally:
-                self._state = "its block failed"
-                if exc is not None or self._block.has_failed:
+                if self._state:
                     self._block.clear()
                     self._block._let_go()
-            if exc is not None:
-                return
-            try:
-                self._record()
-            except BaseException:
-                self._block.clear()
-                self._block._let_go()
-                raise
-            self._state = ""
 
     def _record(self) -> None:
         request_list = self._block.request_list
@@ -151,19 +145,18 @@ class Capture(BoundToProcess):
         request_list.end_plan()
         self._controller = Controller.current()
         block = self._block
-        with Deferred():
-            installed = install(
-                self._controller,
-                self._id,
-                request_list,
-                block.leaves,
-                block._hold,
-                kept=block.kept,
-                staging=block.staging_nbytes,
-                timeout_s=DEFAULT_TIMEOUT_S if block.timeout_s is None else block.timeout_s,
-            )
-            self._installed, self._runs = installed, installed.runs
-            self._parameters.place(installed.names)
+        installed = install(
+            self._controller,
+            self._id,
+            request_list,
+            block.leaves,
+            block._hold,
+            kept=block.kept,
+            staging=block.staging_nbytes,
+            timeout_s=DEFAULT_TIMEOUT_S if block.timeout_s is None else block.timeout_s,
+        )
+        self._installed, self._runs = installed, installed.runs
+        self._parameters.place(installed.names)
         block.seal()
 
     # ------------------------------------------------------------------------------------------ recording

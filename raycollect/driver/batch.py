@@ -70,9 +70,8 @@ class Batch(BoundToProcess):
         try:
             with Deferred():
                 self._open()
-        except BaseException:  # of a signal's handler: `__exit__` is not called
-            with Deferred():
-                self._close(BatchError(detail=_FAILED))
+        except BaseException as exc:  # of a signal handler: Python does not call `__exit__` then
+            self.__exit__(type(exc), exc, None)
             raise
         return self
 

@@ -55,7 +55,7 @@ class ControllerMessages:
                 try:
                     plans.send(tracker, tracker.lost(position, reason))
                 except Exception as exc:  # noqa: BLE001 - any: somebody waits for it
-                    plans.send(tracker, tracker.fail(threads.failed("telling who is gone", exc)))
+                    plans.fail(tracker, threads.failed("telling who is gone", exc))
         threads.survives(self._groups.bury, peer)
 
     def parted(self, peer: ParticipantLink) -> None:
@@ -64,7 +64,7 @@ class ControllerMessages:
         for tracker in self._plans.trackers():
             position = _position(tracker, peer)
             if tracker.is_pending(position):
-                self._plans.send(tracker, tracker.fail(reason, unsent=(position,)))
+                self._plans.fail(tracker, reason, unsent=(position,))
 
     # ------------------------------------------------------------------------------------------ groups
 
@@ -131,7 +131,7 @@ class ControllerMessages:
             peer.fence(message.seq)
         except Exception as exc:  # noqa: BLE001 - whatever Ray raises
             rank = tracker.member(_position(tracker, peer)).rank
-            self._plans.send(tracker, tracker.fail(peer.unsent(exc, rank)))
+            self._plans.fail(tracker, peer.unsent(exc, rank))
 
     def _waiting(self, peer: ParticipantLink, message: messages.Waiting) -> None:
         """A participant waits for a method that has not ended: watch its ref, which may hold an error instead."""
@@ -148,7 +148,7 @@ class ControllerMessages:
             call, rank = tracker.location.first_use(key)
             violation = Violation(kind="lost", rank=rank, field="operand", found="not there", ref=ref.hex(), call=call)
             error = refusal(tracker.plan.name, tracker.group_name, (violation,))
-            self._plans.send(tracker, tracker.fail(error))
+            self._plans.fail(tracker, error)
 
         direct_transport.on_completed(ref, settled)
 

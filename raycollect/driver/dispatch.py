@@ -305,7 +305,7 @@ def _send_parts(
                 made = peer.submit(order, len(outputs))
         except Exception as exc:  # noqa: BLE001 - whatever Ray raises: too many pending calls, a dead actor, its own bugs
             error = peer.unsent(exc, tracker.member(at).rank)
-            controller.plans.send(tracker, tracker.fail(error, unsent=range(at, len(peers))))
+            controller.plans.fail(tracker, error, unsent=range(at, len(peers)))
             break
         peer.last_seq = tracker.seq
         if outputs:

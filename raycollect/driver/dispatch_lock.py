@@ -1,4 +1,10 @@
-"""The lock that is held while a plan, or a run, is numbered and sent to all its participants (P2)."""
+"""The lock that is held while a plan, or a run, is numbered and sent to all its participants (P2).
+
+One rule for what interrupts a call of the driver: whatever calls share is changed inside `Deferred`, in which no signal
+handler runs, so that an exception of a handler is raised before or after the change. Nothing else is guarded. Waits in
+such a block use `waiting` or `Allowed`. Finalizers run anywhere: where one can't wait, in `Inside` and under the lock,
+its call is refused.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +24,13 @@ INSIDE: set[int] = set()
 """The threads that have, or want, a lock of which no plan may wait: what they are doing has to end first."""
 
 
-class Inside:
-    """A block in which a finalizer makes no call that waits. Entered inside of `Deferred`."""
+class Inside(Deferred):
+    """A block in which no signal handler runs, and a finalizer makes no call that waits."""
 
     __slots__ = ("_me",)
 
     def __enter__(self) -> None:
+        super().__enter__()
         me = get_ident()
         self._me = 0 if me in INSIDE else me
         INSIDE.add(me)
@@ -31,18 +38,19 @@ class Inside:
     def __exit__(self, *exc: object) -> None:
         if self._me:
             INSIDE.discard(self._me)
+        super().__exit__()
 
 
 def answered(futures: Iterable[Future[Any] | None], timeout_s: float) -> set[Future[Any]]:
-    """Waits for answers of participants; returns those that have come in time.
+    """Waits for answers of participants; returns those that have arrived in time.
 
     `concurrent.futures.wait` holds locks of the futures, for which the hub's thread waits: neither a signal nor a
-    finalizer may keep it from giving them back.
+    finalizer may keep it from releasing them.
     """
-    asked = [one for one in futures if one is not None]
-    with Deferred(), Inside():
-        waiting(lambda seconds: not wait(asked, seconds).not_done, timeout_s)
-    return {one for one in asked if one.done()}
+    pending = [future for future in futures if future is not None]
+    with Inside():
+        waiting(lambda seconds: not wait(pending, seconds).not_done, timeout_s)
+    return {future for future in pending if future.done()}
 
 
 class DispatchLock:

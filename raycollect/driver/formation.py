@@ -122,7 +122,7 @@ class Formation:
         self._links.clear()
         plan_cache.forget(membership)
         for tracker in self._plans.of_group(membership):
-            self._plans.send(tracker, tracker.fail(PlanAbortedError(detail=why)))
+            self._plans.fail(tracker, PlanAbortedError(detail=why))
 
     def _dissolve_ended(self, name: str = "", deadline_s: float = 0.0) -> None:
         """Tells the members of groups that have ended here; waits for another thread that does that with one `name`."""

@@ -168,7 +168,7 @@ class Groups(Formation):
     def declare(self, declaration: Declaration) -> Declared:
         """Forms a named group; returns when every member has joined."""
         name, deadline_s = declaration.name, monotonic() + declaration.timeout_s
-        with Deferred(), self._claimed(name, name, deadline_s):
+        with self._claimed(name, name, deadline_s):
             before = self._declared.get(name)
             if before is not None:
                 if not self.coordinators.is_deserted(before[0]):
@@ -182,7 +182,7 @@ class Groups(Formation):
         An error leaves the group as it was, unless members could not join: then it is broken, and may be rebuilt again.
         """
         deadline_s = monotonic() + timeout_s
-        with Deferred(), self._claimed(old.spec.name, old.spec.name, deadline_s):
+        with self._claimed(old.spec.name, old.spec.name, deadline_s):
             declaration = self._declaration(old).over(actors, timeout_s)
             while True:
                 if actors is None:
@@ -201,7 +201,7 @@ class Groups(Formation):
         `new` has by rank the actor in the place of one of `actors` that is dead.
         """
         deadline_s = monotonic() + timeout_s
-        with Deferred(), self._claimed(old.spec.name, old.spec.name, deadline_s):
+        with self._claimed(old.spec.name, old.spec.name, deadline_s):
             actors = [new.get(rank, actor) for rank, actor in enumerate(actors)]
             declaration = self._declaration(old).over(actors, timeout_s)
             dead = [old.members[rank] for rank in new]
@@ -257,7 +257,7 @@ class Groups(Formation):
     def derive(self, actor_ids: tuple[str, ...], timeout_s: float) -> Membership:
         """The group of these actors in this order, formed now or before."""
         deadline_s = monotonic() + timeout_s
-        with Deferred(), self._claimed(actor_ids, "", deadline_s):
+        with self._claimed(actor_ids, "", deadline_s):
             known = self.derived(actor_ids)
             if known is not None:
                 return known
@@ -284,9 +284,9 @@ class Groups(Formation):
 
     @contextmanager
     def _claimed(self, key: str | tuple[str, ...], name: str, deadline_s: float) -> Iterator[None]:
-        """Keeps other threads from forming, changing or declaring a group; waits for one that does."""
+        """Keeps other threads from forming or changing a group; waits for one that does. Defers signals."""
         try:
-            with self._claims.claim(key, deadline_s):
+            with Deferred(), self._claims.claim(key, deadline_s):
                 self._dissolve_ended(name, deadline_s)
                 yield
         except ClaimedError as exc:

@@ -69,7 +69,7 @@ class PlanTimeouts(timers.Watcher):
             timeout_s=tracker.deadline.timeout_s,
         )
         error.detail = error.unfinished([f"rank {one.rank} ({one.actor})" for one in late])
-        self._plans.send(tracker, tracker.fail(error))
+        self._plans.fail(tracker, error)
         self._look_for_stuck(tracker, tracker.overdue.stuck, time.monotonic() + LEAVE_S)
 
     def _look_for_stuck(self, tracker: PlanTracker, stuck: Future[tuple[int, ...]], until_s: float) -> None:

@@ -225,7 +225,7 @@ class PlanTracker:
         return self._ended((position, *others), error, story)
 
     def _ended(self, positions: Sequence[int], error: RaycollectError | None, story: Sequence[str]) -> Outgoing:
-        with Deferred(), Inside():  # a finalizer that waits in here would hold up the hub, for which it waits
+        with Inside():  # a finalizer that waits in here would hold up the hub, for which it waits
             position = positions[0]
             with self._lock:
                 self._pending.difference_update(positions)

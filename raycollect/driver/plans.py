@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from raycollect.core.signals import Deferred
 from raycollect.driver.dispatch_lock import DispatchLock
 from raycollect.driver.participants import Participants
 from raycollect.driver.plan_tracker import Outgoing, PlanTracker
-from raycollect.errors import PlanAbortedError
+from raycollect.errors import PlanAbortedError, RaycollectError
 from raycollect.observe import Tracer
 from raycollect.planner import Membership
 
@@ -73,6 +73,11 @@ class PlansUnderWay:
             self._participants.deliver(tracker.plan.participants, outgoing)
         if tracker.has_ended:
             self.remove(tracker)
+
+    def fail(self, tracker: PlanTracker, error: RaycollectError, *, unsent: Sequence[int] = ()) -> None:
+        """Ends a plan on all its participants, but for those in `unsent`, which never got it."""
+        with Deferred():
+            self.send(tracker, tracker.fail(error, unsent=unsent))
 
     @contextmanager
     def none_begins(self) -> Iterator[list[Membership]]:

@@ -145,7 +145,7 @@ class Attention(timers.Watcher):
             timeout_s=self._limit_s,
             detail=f"for {self._limit_s:g} s these have not ended what others have: {names}",
         )
-        self._controller.plans.send(tracker, tracker.fail(error))
+        self._controller.plans.fail(tracker, error)
 
 
 def _warn(controller: Controller, tracker: PlanTracker) -> None:

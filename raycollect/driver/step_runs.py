@@ -102,19 +102,18 @@ class RunTracker(PlanTracker):
         doorbell = self._runs.doorbell
         if doorbell is None or not self._slots:
             return
-        with Deferred():
-            slots, ended, left = self._slots, [], {}
-            for position, payload in zip(slots, doorbell.answers(self.number, slots.values()), strict=True):
-                if position not in self._pending:  # it has said otherwise that it has ended
-                    continue
-                if payload is None:
-                    left[position] = slots[position]
-                else:
-                    self.results[position] = payload
-                    ended.append(position)
-            if ended:
-                self._ended(ended, None, ())
-            self._slots = left
+        slots, ended, left = self._slots, [], {}
+        for position, payload in zip(slots, doorbell.answers(self.number, slots.values()), strict=True):
+            if position not in self._pending:  # it has reported its end over the channel
+                continue
+            if payload is None:
+                left[position] = slots[position]
+            else:
+                self.results[position] = payload
+                ended.append(position)
+        if ended:
+            self._ended(ended, None, ())
+        self._slots = left
 
     def answered(self, position: int, payload: bytes) -> None:
         """A participant has ended well and returns values; any thread may call it."""
@@ -301,7 +300,7 @@ class StepRuns:
             self._groups.check(self.memberships)
         except RaycollectError as exc:
             given_back = [at for at, (peer, _) in enumerate(self._links) if peer.actor is None]
-            self.plans.send(tracker, tracker.fail(strip_traceback(exc), unsent=given_back))
+            self.plans.fail(tracker, strip_traceback(exc), unsent=given_back)
 
     def _tell(self, tracker: RunTracker, arguments: Sequence[bytes], after: list[bytes]) -> None:
         seq, number, doorbell = tracker.seq, tracker.number, self.doorbell
@@ -327,7 +326,7 @@ class StepRuns:
         """Ends a run that could not be sent to all."""
         last = len(self._links) - 1
         at = next((at for at, (peer, _) in enumerate(self._links) if peer.last_seq != tracker.seq), last)
-        self.plans.send(tracker, tracker.fail(self._unsent(at, exc), unsent=range(at, last + 1)))
+        self.plans.fail(tracker, self._unsent(at, exc), unsent=range(at, last + 1))
 
     def _unsent(self, at: int, exc: Exception) -> RaycollectError:
         group, member = self.step_plan.homes[at]
@@ -337,11 +336,6 @@ class StepRuns:
         return strip_traceback(error)
 
     # ------------------------------------------------------------------------------------------ the end
-
-    def abort(self, tracker: RunTracker, error: RaycollectError) -> None:
-        """Ends a run here and on all participants."""
-        with Deferred():
-            self.plans.send(tracker, tracker.fail(error))
 
     @property
     def failure(self) -> RaycollectError | None:
@@ -364,7 +358,7 @@ class StepRuns:
             detail = f"run {tracker.place} of this captured step failed before ({type(tracker.error).__name__})"
             for other in reversed(tuple(self._under_way)):
                 if other.place > tracker.place:
-                    self.abort(other, PlanAbortedError(detail=detail))
+                    self.plans.fail(other, PlanAbortedError(detail=detail))
         if tracker.error is None or tracker.has_ended:  # it went well only where all have ended
             self.plans.remove(tracker)
         if self.doorbell is not None and self.waiting.difference((threading.get_ident(),)):
@@ -394,7 +388,7 @@ class StepRuns:
         for tracker in tuple(self._under_way):
             tracker.resolved  # noqa: B018 - so that those that have ended have ended well
         for tracker in reversed(tuple(self._under_way)):
-            self.abort(tracker, PlanAbortedError(detail="its captured step was closed"))
+            self.plans.fail(tracker, PlanAbortedError(detail="its captured step was closed"))
         for peer, _ in self._links:
             peer.send(Forget(capture=self._capture))
         self.refs = {}

@@ -308,12 +308,11 @@ def wait_or_abort(controller: Controller, tracker: PlanTracker) -> None:
 
 def abort(controller: Controller, tracker: PlanTracker, why: str) -> bool:
     """Aborts a plan or a run on all participants; False where its outcome is known, or all take their results."""
-    with Deferred():
-        if tracker.resolved or tracker.is_committed:
-            return False
-        controller.plans.send(tracker, tracker.fail(PlanAbortedError(detail=why)))
-        retrieve_errors(tracker.made.values())
-        return True
+    if tracker.resolved or tracker.is_committed:
+        return False
+    controller.plans.fail(tracker, PlanAbortedError(detail=why))
+    retrieve_errors(tracker.made.values())
+    return True
 
 
 @contextmanager

@@ -168,10 +168,8 @@ class CallTokens:
                     keys.append(self._gone.popleft())
             self._tell(keys)
             self._living.difference_update(keys)
-        except BaseException as exc:
+        except Exception as exc:  # noqa: BLE001 - any
             self._gone.extendleft(reversed(keys))
-            if not isinstance(exc, Exception):  # a signal
-                raise
             threads.failed("telling what nobody holds", exc)  # it may be that no thread can be started for it
             self._is_due = self._soon(self.tell)
             return False
