@@ -54,7 +54,7 @@ class Installed:
 
     Attributes:
         places: For each returned value: (position, its place among what that participant returns).
-        kept: For each value that stays in its actor: (position, its place among what that participant keeps).
+        retained: For each value that stays in its actor: (position, its place among what that participant keeps).
         names: For each position, the arguments that runs pass to it, in order.
         operands: Source of an operand -> (position, slot).
     """
@@ -62,18 +62,18 @@ class Installed:
     runs: StepRuns
     calls: tuple[MethodCall, ...]
     places: tuple[tuple[int, int], ...]
-    kept: tuple[tuple[int, int], ...]
+    retained: tuple[tuple[int, int], ...]
     names: tuple[tuple[str, ...], ...]
     operands: Mapping[Source, tuple[int, int]]
 
     def kept_refs(self, capture: bytes, seq: int) -> list[Any]:
         """Refs of what a run has kept, the last one first: each actor returns its values as of a method."""
-        found: dict[int, list[Any]] = {}
-        for position in dict.fromkeys(at for at, _ in self.kept):
-            count = sum(at == position for at, _ in self.kept)
+        by_position: dict[int, list[Any]] = {}
+        for position in dict.fromkeys(at for at, _ in self.retained):
+            count = sum(at == position for at, _ in self.retained)
             refs = self.runs.read(position, partial(_give_kept, capture, seq, count))
-            found[position] = refs if count > 1 else [refs]
-        return [found[position][place] for position, place in reversed(self.kept)]
+            by_position[position] = refs if count > 1 else [refs]
+        return [by_position[position][place] for position, place in reversed(self.retained)]
 
 
 def _give_kept(capture: bytes, seq: int, count: int, actor: Any) -> Any:
@@ -121,7 +121,7 @@ class _Installation:
             doorbell=doorbell,
             slots=[slot if is_open else -1 for slot, is_open in zip(slots, opened, strict=True)],
             peers=peers,
-            told=self.words.tell,
+            reword=self.words.tell,
         )
 
     def _doorbell(self) -> tuple[Doorbell | None, list[int]]:
@@ -178,7 +178,7 @@ class _Installation:
             op="capture",
             group_name=group.spec.name,
             detail=f"after {self.timeout_s:g} s these were not ready, or the methods whose refs they use: {names}",
-            missing=tuple(member.rank for one, member in missing if one is group),
+            missing=tuple(member.rank for other, member in missing if other is group),
             timeout_s=self.timeout_s,
         )
 
@@ -186,8 +186,8 @@ class _Installation:
         group, member = self.step_plan.homes[at]
         cause = exc.cause if isinstance(exc, RayTaskError) else None
         if isinstance(cause, RefusedError):
-            found = tuple(replace(one, actor=one.actor or member.actor) for one in cause.violations)
-            return refusal(cause.op or "capture", cause.group_name or group.spec.name, found)
+            violations = tuple([replace(wrong, actor=wrong.actor or member.actor) for wrong in cause.violations])
+            return refusal(cause.op or "capture", cause.group_name or group.spec.name, violations)
         if isinstance(cause, RaycollectError):
             return located(cause, member.rank, member.actor)
         if isinstance(exc, RayActorError):
@@ -196,8 +196,8 @@ class _Installation:
             )
         deadline = Deadline.after(LOOK_INTO_S)
         for key, ref in self.compiler.refs(at).items():
-            one = Violation(kind="lost", rank=member.rank, field="ref", found="", actor=member.actor, ref=key.hex())
-            found_out, why = look_into(one, ref, deadline)
+            absent = Violation(kind="lost", rank=member.rank, field="ref", found="", actor=member.actor, ref=key.hex())
+            found_out, why = look_into(absent, ref, deadline)
             if why is not None:
                 return refusal("capture", group.spec.name, (found_out,))
         return DispatchError(op="capture", group_name=group.spec.name, actor=member.actor, detail=str(exc))
@@ -210,14 +210,14 @@ def install(
     returned: Sequence[Any],
     hold: Callable[[Controller, Membership], None],
     *,
-    kept: Sequence[Pending] = (),
+    retained: Sequence[Pending] = (),
     staging: int,
     timeout_s: float,
 ) -> Installed:
     """Plans what was recorded, and makes all participants ready to run it."""
     deadline_s = monotonic() + timeout_s
-    memberships = [one.group for one in request_list.requests]
-    declared = {one.spec.name for one in memberships if controller.groups.find(one.spec.name)}
+    memberships = [request.group for request in request_list.requests]
+    declared = {membership.spec.name for membership in memberships if controller.groups.find(membership.spec.name)}
     words = StepErrorText(capture, request_list, declared)
     compiler = StepCompiler(capture, request_list, staging, words)
     if compiler.idle:  # they are leased as a group that no plan uses
@@ -227,7 +227,7 @@ def install(
         memberships.append(membership)
     with Allowed():
         step_plan = compiler.step_plan(memberships)
-        places, kept_places = compiler.write(returned), compiler.keep(kept)
+        places, retained_places = compiler.write(returned), compiler.keep(retained)
         _check_refs(request_list.calls, deadline_s, timeout_s)
     installation = _Installation(
         controller=controller,
@@ -243,7 +243,7 @@ def install(
         runs=installation.send(),
         calls=tuple(request_list.calls),
         places=places,
-        kept=kept_places,
+        retained=retained_places,
         names=compiler.names,
         operands=compiler.operands(),
     )
@@ -251,26 +251,26 @@ def install(
 
 def _check_refs(calls: Iterable[MethodCall], deadline_s: float, timeout_s: float) -> None:
     strangers = [
-        (call, one)
+        (call, argument)
         for call in calls
-        for one in call.arguments
-        if type(one) is Ref and one.maker not in ("", call.made.actor_id)
+        for argument in call.arguments
+        if type(argument) is Ref and argument.maker not in ("", call.value.actor_id)
     ]
     violations, cause = [], None
-    for call, one in strangers:
+    for call, argument in strangers:
         try:
-            value: Any = direct_transport.get(one.ref, max(deadline_s - monotonic(), 0))
+            value: Any = direct_transport.get(argument.ref, max(deadline_s - monotonic(), 0))
         except ray.exceptions.GetTimeoutError:
-            detail = f"{one.where}: its method has not returned within {timeout_s:g} s"
+            detail = f"{argument.where}: its method has not returned within {timeout_s:g} s"
             raise CollectiveTimeoutError(op="capture", detail=detail, timeout_s=timeout_s) from None
         except RayError as exc:
-            absent = Violation(kind="lost", field=one.where, found="", ref=one.key.hex())
-            violation, cause = look_into(absent, one.ref, Deadline.after(LOOK_INTO_S))  # it has failed already
+            absent = Violation(kind="lost", field=argument.where, found="", ref=argument.key.hex())
+            violation, cause = look_into(absent, argument.ref, Deadline.after(LOOK_INTO_S))  # it has failed already
             violations.append(violation)
             cause = cause or exc
             continue
-        if isinstance(value, Handle) and value.actor_id != call.made.actor_id:
-            violations.append(_foreign(one, value.actor))
+        if isinstance(value, Handle) and value.actor_id != call.value.actor_id:
+            violations.append(_foreign(argument, value.actor))
     try:
         if violations:
             raise refusal("capture", "", tuple(violations)) from cause
@@ -278,8 +278,8 @@ def _check_refs(calls: Iterable[MethodCall], deadline_s: float, timeout_s: float
         del cause  # whose traceback holds this frame
 
 
-def _foreign(one: Ref, actor: str) -> Violation:
+def _foreign(ref: Ref, actor: str) -> Violation:
     expected = "a tensor of the actor whose method gets it, or a value: send it there first, by send_ref"
     return Violation(
-        kind="not_member", field=one.where, found=f"a tensor of {actor}", expected=expected, ref=one.key.hex()
+        kind="not_member", field=ref.where, found=f"a tensor of {actor}", expected=expected, ref=ref.key.hex()
     )

@@ -42,14 +42,14 @@ class Recording(Batch):
         self.parameters: Parameters = Parameters()
         self.returned: ReturnedValues | None = None
         self.leaves: list[Any] = []
-        self.kept: list[Pending] = []  # whose values stay in their actors after each run
+        self.retained: list[Pending] = []  # whose values stay in their actors after each run
 
     # ------------------------------------------------------------------------------------------ as a batch
 
     def clear(self) -> None:
         """Drops all that was recorded, except the parameters and the structure of what runs return."""
         self.request_list.clear()
-        self.leaves, self.kept = [], []
+        self.leaves, self.retained = [], []
 
     def seal(self) -> None:
         """Ends the recording, of which only the parameters and the structure of what runs return are kept."""
@@ -87,8 +87,8 @@ class Recording(Batch):
         unusual = ray_actors.unusual_options(handle, name, options)
         if unusual:
             expected = "left out: a run of a step calls the method itself, without a task"
-            found = [wrong_argument(option, value, expected) for option, value in unusual.items()]
-            raise refusal(f"call of {name}", "", tuple(found))
+            violations = [wrong_argument(option, value, expected) for option, value in unusual.items()]
+            raise refusal(f"call of {name}", "", tuple(violations))
         self._must_precede_batch(name)
         kwargs = {key: value for key, value in (options["kwargs"] or {}).items() if key != ray_actors.TRACE_ARGUMENT}
         return self._record(handle, name, options["args"] or (), kwargs)
@@ -114,8 +114,8 @@ class Recording(Batch):
         violations = list(operand_binding.strangers([Operand(ref=None, key=None, actor_id=actor_id)]))
         if not violations:
             violations += _misfits(actor, method, args, kwargs)
-        given = tuple(self._argument(one, f"argument {at}", actor_id, violations) for at, one in enumerate(args))
-        named = tuple((name, self._argument(one, name, actor_id, violations)) for name, one in kwargs.items())
+        given = tuple(self._argument(value, f"argument {at}", actor_id, violations) for at, value in enumerate(args))
+        named = tuple((name, self._argument(value, name, actor_id, violations)) for name, value in kwargs.items())
         if violations:
             raise refusal(f"call of {method}", "", tuple(violations))
         return self.request_list.call(actor, actor_id, method, given, named)
@@ -124,8 +124,8 @@ class Recording(Batch):
         value = self._stands_for(value, where)
         if type(value) is Pending:
             if value.actor_id != actor_id:
-                found, expected = "a value of another actor", "one of the same actor: send it there first, by send_ref"
-                violations.append(Violation(kind="not_member", field=where, found=found, expected=expected))
+                actual, expected = "a value of another actor", "one of the same actor: send it there first, by send_ref"
+                violations.append(Violation(kind="not_member", field=where, found=actual, expected=expected))
             return value
         if type(value) in (Argument, Ref):
             return value
@@ -176,20 +176,19 @@ def _no_method(value: Any) -> tuple[str, str]:
 
 
 def _misfits(actor: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Violation]:
-    known = ray_actors.methods_of(actor)
-    if known is None:
+    signatures = ray_actors.methods_of(actor)
+    if signatures is None:
         return []
     who = ray_actors.describe_actor(actor)
-    if method not in known:
-        public = [name for name in known if not name.startswith("_")]
+    if method not in signatures:
+        public = [name for name in signatures if not name.startswith("_")]
         return [wrong_argument("method", f"{method!r}, which {who} lacks", f"one of {listed(public)}")]
     if ray_actors.is_generator(actor, method):
-        found, expected = f"{method!r} of {who}, a generator", "one that returns its value"
-        return [Violation(kind="unsupported", field="method", found=found, expected=expected)]
+        actual, expected = f"{method!r} of {who}, a generator", "one that returns its value"
+        return [Violation(kind="unsupported", field="method", found=actual, expected=expected)]
     try:
-        known[method].bind(*args, **kwargs)
+        signatures[method].bind(*args, **kwargs)
     except TypeError as exc:
-        return [
-            wrong_argument("list of arguments", f"not what {method} of {who} takes ({exc})", f"{method}{known[method]}")
-        ]
+        expected = f"{method}{signatures[method]}"
+        return [wrong_argument("list of arguments", f"not what {method} of {who} takes ({exc})", expected)]
     return []

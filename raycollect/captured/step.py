@@ -151,7 +151,7 @@ class Capture(BoundToProcess):
             request_list,
             block.leaves,
             block._hold,
-            kept=block.kept,
+            retained=block.retained,
             staging=block.staging_nbytes,
             timeout_s=DEFAULT_TIMEOUT_S if block.timeout_s is None else block.timeout_s,
         )
@@ -215,10 +215,10 @@ class Capture(BoundToProcess):
 
     def _inside(self, what: str) -> None:
         """Raises CaptureError where the caller is not in the block itself."""
-        found = batch.current()
-        if found is self._block:
+        block = batch.current()
+        if block is self._block:
             return
-        if found is not None and found._outermost is self._block:
+        if block is not None and block._outermost is self._block:
             raise CaptureError(detail=f"{what} can't be inside a batch of the step: a batch is one plan")
         raise CaptureError(detail=f"{what} belongs into the block of its own captured step: {self!r}")
 
@@ -289,16 +289,16 @@ class Capture(BoundToProcess):
     def _collect(self, installed: Installed, tracker: RunTracker, given: Mapping[str, Any]) -> Any:
         if tracker.error is not None:
             raise copy_error(tracker.error)
-        kept = installed.kept_refs(self._id, tracker.seq) if installed.kept else []
+        refs = installed.kept_refs(self._id, tracker.seq) if installed.retained else []
         returned = self._block.returned
         if returned is None:
             return None
-        values = [unpack_values(one or b"") for one in tracker.results]
+        values = [unpack_values(payload or b"") for payload in tracker.results]
         try:
-            found = [values[at][place] for at, place in installed.places]
+            returns = [values[at][place] for at, place in installed.places]
         except LookupError:
             raise ProtocolError(detail=f"run {tracker.seq} came back without its results") from None
-        return returned.fill([*found, *kept], given)
+        return returned.fill([*returns, *refs], given)
 
     # ------------------------------------------------------------------------------------------ looking at it
 
@@ -314,8 +314,8 @@ class Capture(BoundToProcess):
         except Exception:  # it may come of a group that another thread has destroyed meanwhile
             controller.groups.check(runs.memberships)
             raise
-        found = {source: looks[at][slot] for source, (at, slot) in installed.operands.items()}
-        return {source: None if one is None else tuple(one) for source, one in found.items()}
+        infos = {source: looks[at][slot] for source, (at, slot) in installed.operands.items()}
+        return {source: None if info is None else tuple(info) for source, info in infos.items()}
 
     def explain(self) -> str:
         """What each run does, as text: that of `plan`, which raises the same errors."""
@@ -347,7 +347,7 @@ class Capture(BoundToProcess):
     @html.shown
     def _repr_html_(self) -> str:
         collectives, calls = self._counts
-        runs, known = self._runs, self._known()
+        runs, explanation = self._runs, self._explanation()
         failure = None if runs is None else runs.failure
         under_way = "" if runs is None or runs.is_closed or runs.is_idle else "some under way"
         facts = [
@@ -360,10 +360,10 @@ class Capture(BoundToProcess):
             f"captured step of {counted(collectives, 'collective')} and "
             f"{counted(calls, 'method call')}: {self._told_state}",
             html.pairs(facts),
-            "" if known is None else html.folded("what each run does", known._repr_html_()),
+            "" if explanation is None else html.folded("what each run does", explanation._repr_html_()),
         )
 
-    def _known(self) -> StepExplanation | None:
+    def _explanation(self) -> StepExplanation | None:
         if self._installed is None:
             return None
         try:

@@ -185,7 +185,7 @@ class Batch(BoundToProcess):
         work = self._sent()._work
         if work is not None and work.done():
             work.wait()  # it raises what went wrong
-        return [with_results(one) for one in self.request_list.results[self._first : self._end]]
+        return [with_results(result) for result in self.request_list.results[self._first : self._end]]
 
     @property
     def work(self) -> Work | None:
@@ -231,10 +231,10 @@ _current: ContextVar[Batch | None] = ContextVar("raycollect_batch", default=None
 
 def current() -> Batch | None:
     """The batch in whose block the caller is; None outside, and in threads and tasks that a block has started."""
-    found = _current.get()
-    while found is not None and not found._is_open:  # it was left in another context
-        found = found._outer
-    return found if found is None or found._is_here() else None
+    around = _current.get()
+    while around is not None and not around._is_open:  # it was left in another context
+        around = around._outer
+    return around if around is None or around._is_here() else None
 
 
 def limit_s(timeout_s: float | None) -> float | None:
@@ -280,13 +280,13 @@ def batch(*, staging_nbytes: int = STAGING_NBYTES, async_op: bool = False, timeo
 
 def check_arguments(op: str, staging_nbytes: Any, timeout_s: Any, **flags: Any) -> None:
     """Checks what `batch` is given, on behalf of `op`; raises InvalidArgumentError."""
-    found = [*wrong_time_limit(timeout_s), *wrong_flags(**flags)]
+    violations = [*wrong_time_limit(timeout_s), *wrong_flags(**flags)]
     if type(staging_nbytes) is not int or not (
         staging_nbytes == 0 or _LEAST_STAGING_NBYTES <= staging_nbytes <= _MOST_STAGING_NBYTES
     ):
         expected = f"0, or a whole number of bytes from {_LEAST_STAGING_NBYTES} to {_MOST_STAGING_NBYTES}"
-        found.append(wrong_argument("staging_nbytes", shown(staging_nbytes), expected))
-    refuse(op, found)
+        violations.append(wrong_argument("staging_nbytes", shown(staging_nbytes), expected))
+    refuse(op, violations)
 
 
 def record(

@@ -62,13 +62,13 @@ def run(
         arguments = kind, name_of(group_name), limit_s, op, root, inplace, snapshot, around is None
         key = compiled_call.key_of(arguments, given.values(), refs, keys)
     if key is not None and (controller := Controller.running()) is not None:
-        known = compiled_call.find(controller, key, may_derive=isinstance(group_name, str))
-        if known is not None:
-            return compiled_call.carry_out(controller, known, keys, refs, around, async_op=async_op)
+        compiled = compiled_call.find(controller, key, may_derive=isinstance(group_name, str))
+        if compiled is not None:
+            return compiled_call.carry_out(controller, compiled, keys, refs, around, async_op=async_op)
     call = Call(kind, group_name, timeout_s, op=op, wait=wait, **given)
     compiled = call.compile(root=root, inplace=inplace, snapshot=snapshot, async_op=async_op)
     if key is not None and not call.has_driver:
-        compiled_call.remember(call.controller, key, compiled, [one.key for one in call.used], keys)
+        compiled_call.remember(call.controller, key, compiled, [operand.key for operand in call.used], keys)
     return call.carry_out(compiled, async_op=async_op)
 
 
@@ -145,8 +145,8 @@ class Call:
         else:
             src, dst = (self._bound.get(name, {}) for name in self._operation.refs)
             if takes == "others":  # the root only sends, and the others only receive
-                dst = {rank: one for rank, one in src.items() if rank != root}
-                src = {rank: one for rank, one in src.items() if rank == root}
+                dst = {rank: operand for rank, operand in src.items() if rank != root}
+                src = {rank: operand for rank, operand in src.items() if rank == root}
             ranks = list(range(size))
             with_result = [rank for rank in ranks if is_list or (takes == "root" and rank == root)]
         keeps = takes == "others" or (inplace and self._operation.in_place)
@@ -166,11 +166,11 @@ class Call:
         return compiled_call.carry_out(
             self.controller,
             compiled,
-            [one.key for one in used],
-            [one.ref for one in used],
+            [operand.key for operand in used],
+            [operand.ref for operand in used],
             self._batch,
             async_op=async_op,
-            values=[one.ref if one.given is None else one.given for one in used],
+            values=[operand.ref if operand.given is None else operand.given for operand in used],
             deadline=self._wait.deadline,
         )
 
@@ -182,30 +182,30 @@ class Call:
     def _read(self, name: str, value: Any) -> list[Operand]:
         refs = [value] if name == _SINGLE else value
         if not isinstance(refs, (list, tuple)) or not refs:
-            found = "empty" if isinstance(refs, (list, tuple)) else a_type(refs)
+            actual = "empty" if isinstance(refs, (list, tuple)) else a_type(refs)
             what, expected = f"list of refs ({name})", "one ref per rank"
-            self._violations.append(Violation(kind="missing", field=what, found=found, expected=expected))
+            self._violations.append(Violation(kind="missing", field=what, found=actual, expected=expected))
             return []
         read: list[Operand] = []
         for position, given in enumerate(refs):
             ref = given if self._batch is None else self._batch._stand_in(given)
             if isinstance(ref, Placeholder) and type(ref) is not Pending:
                 ref._passed_to("a collective")
-            one: Operand | Violation
+            operand: Operand | Violation
             if type(ref) is Pending and self._batch is not None and ref._is_of(self._batch.request_list):
-                one = Operand(ref=ref, key=ref.key, actor_id=ref.actor_id)
+                operand = Operand(ref=ref, key=ref.key, actor_id=ref.actor_id)
             elif type(ref) is Pending:
-                one = operand_binding.operand(ref.ref, position, self._wait)
+                operand = operand_binding.operand(ref.ref, position, self._wait)
             elif is_handle(ref) and self._makes(name, position):
-                one = Operand(ref=None, key=None, actor_id=ray_actors.id_of(ref))
+                operand = Operand(ref=None, key=None, actor_id=ray_actors.id_of(ref))
             elif self._driver_rank is not None and (mine := self._driver_rank.operand(ref)) is not None:
-                one = mine
+                operand = mine
             else:
-                one = operand_binding.operand(ref, position, self._wait)
-            if isinstance(one, Operand):
-                read.append(one)
+                operand = operand_binding.operand(ref, position, self._wait)
+            if isinstance(operand, Operand):
+                read.append(operand)
             else:
-                self._violations.append(one)
+                self._violations.append(operand)
         return read
 
     def _makes(self, name: str, position: int) -> bool:
@@ -217,13 +217,13 @@ class Call:
     def _find(self, operands: Mapping[str, list[Operand]]) -> Membership:
         controller, group_name = self.controller, self._group_name
         may_derive = self._is_name and group_name == "default" and self._kind is not OpKind.BARRIER
-        found = controller.groups.find(group_name, self._wait.deadline.left_s())
-        if found is not None or not may_derive:  # a Group of that name was destroyed
-            return found or controller.groups.named(group_name)
+        membership = controller.groups.find(group_name, self._wait.deadline.left_s())
+        if membership is not None or not may_derive:  # a Group of that name was destroyed
+            return membership or controller.groups.named(group_name)
         lists = [given for name, given in operands.items() if name != _SINGLE]
-        actor_ids = tuple([one.actor_id for one in lists[0]]) if lists else ()
-        if known := controller.groups.derived(actor_ids):
-            return known
+        actor_ids = tuple([operand.actor_id for operand in lists[0]]) if lists else ()
+        if derived := controller.groups.derived(actor_ids):
+            return derived
         if not lists:
             expected = "a declared group, or a list of actors where the outputs are to be made"
             self._violations.append(Violation(kind="missing", field="tensor_refs", found="None", expected=expected))
@@ -238,7 +238,7 @@ class Call:
         bound = operand_binding.bind(operands, self._membership, whole=whole)
         if isinstance(bound, dict):
             return bound
-        self._violations += bound if alone else [replace(one, field=f"{one.field} of {name}") for one in bound]
+        self._violations += bound if alone else [replace(wrong, field=f"{wrong.field} of {name}") for wrong in bound]
         return {}
 
     def _reduce_op(self, op: Any) -> ReduceOp | None:
@@ -267,8 +267,8 @@ class Call:
             number = -1 if around is None else len(around.request_list.requests)
             if around is not None and around.is_rehearsal and not number:  # a plan of one call, as far as is known
                 number = -1
-            found = tuple(replace(self._to_itself(one), call=number) for one in self._violations)
-            raise refusal(self.name or self._kind.value, self._group_name, found)
+            violations = tuple(replace(self._to_itself(violation), call=number) for violation in self._violations)
+            raise refusal(self.name or self._kind.value, self._group_name, violations)
 
     def _to_itself(self, violation: Violation) -> Violation:
         if self._kind is not OpKind.SEND or violation.kind != "duplicate":
@@ -276,14 +276,14 @@ class Call:
         return replace(violation, found="of the actor that sends", expected="of another actor than the source")
 
     def _check_snapshot(self, snapshot: bool) -> None:
-        if found := wrong_flags(snapshot=snapshot):
-            self._violations += found
+        if violations := wrong_flags(snapshot=snapshot):
+            self._violations += violations
         elif snapshot and self._batch is not None:
             self._wrong("snapshot", snapshot, "False in a batch and in a captured step: make the call by itself")
 
     def _check_async(self, async_op: Any) -> None:
-        if found := wrong_flags(async_op=async_op):
-            self._violations += found
+        if violations := wrong_flags(async_op=async_op):
+            self._violations += violations
         elif async_op and self._batch is not None and self._batch._async_advice:
             self._wrong("async_op", async_op, self._batch._async_advice)
 

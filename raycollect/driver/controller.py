@@ -120,8 +120,8 @@ class Controller:
     def takes_part(self, group_name: GroupLike, limit_s: float | None = None) -> DriverRank | None:
         """This process as a participant, if it is a member of the declared group of that name; waits as `find` does."""
         rank = self._driver_rank
-        found = None if rank is None else self.groups.find(name_of(group_name), limit_s)
-        return rank if rank is not None and found is not None and found.rank_of(rank.actor_id) >= 0 else None
+        membership = None if rank is None else self.groups.find(name_of(group_name), limit_s)
+        return rank if rank is not None and membership is not None and membership.rank_of(rank.actor_id) >= 0 else None
 
     def close(self) -> None:
         """Gives back all leases; may be called twice."""

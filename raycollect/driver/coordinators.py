@@ -36,14 +36,14 @@ class Coordinators:
 
     def is_deserted(self, membership: Membership) -> bool:
         """Whether all members of a group have left it."""
-        found = self._coordinators.get(membership.spec.group_id)
-        return found is None or len(found[0].gone) == membership.spec.world_size
+        entry = self._coordinators.get(membership.spec.group_id)
+        return entry is None or len(entry[0].gone) == membership.spec.world_size
 
     def receive(self, peer: ParticipantLink, message: Any) -> None:
         """Handles a member's message; ignored where the group was destroyed."""
-        found = self._coordinators.get(message.group_id)
-        if found is not None:  # else the group was destroyed meanwhile
-            coordinator, membership = found
+        entry = self._coordinators.get(message.group_id)
+        if entry is not None:  # else the group was destroyed meanwhile
+            coordinator, membership = entry
             self.relay(membership, coordinator.receive(membership.rank_of(peer.info["actor_id"]), message))
 
     def spread(self, peer: ParticipantLink, message: Stuck, actor_ids: Sequence[str]) -> None:
@@ -55,9 +55,9 @@ class Coordinators:
 
     def lost(self, peer: ParticipantLink, group_id: str, reason: str) -> None:
         """A member's process is gone."""
-        found = self._coordinators.get(group_id)
-        if found is not None:
-            coordinator, membership = found
+        entry = self._coordinators.get(group_id)
+        if entry is not None:
+            coordinator, membership = entry
             self.relay(membership, coordinator.lost(membership.rank_of(peer.info["actor_id"]), reason))
 
     def relay(self, membership: Membership, outgoing: Orders) -> None:

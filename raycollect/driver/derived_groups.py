@@ -34,10 +34,10 @@ class DerivedGroups:
     def find(self, actor_ids: tuple[str, ...]) -> Membership | None:
         """The group of these actors in this order, which counts as used; None: there is none."""
         with self._lock:
-            found = self._groups.get(actor_ids)
-            if found is not None:
+            membership = self._groups.get(actor_ids)
+            if membership is not None:
                 self._groups.move_to_end(actor_ids)
-            return found
+            return membership
 
     def add(self, membership: Membership) -> None:
         """Adds a group of actors that have none in this order."""
@@ -54,9 +54,9 @@ class DerivedGroups:
         removed = []
         with self._lock:
             full = self.full(newest.participants)
-            for one in self.all():
-                if full and one is not newest and not full.isdisjoint(one.participants) and is_idle(one):
-                    removed.append(self._groups.pop(one.participants))
+            for group in self.all():
+                if full and group is not newest and not full.isdisjoint(group.participants) and is_idle(group):
+                    removed.append(self._groups.pop(group.participants))
                     full = self.full(newest.participants)
         return removed
 
@@ -64,6 +64,6 @@ class DerivedGroups:
         """Removes all groups that are due."""
         with self._lock:
             removed = list(filter(is_due, self.all()))
-            for one in removed:
-                del self._groups[one.participants]
+            for group in removed:
+                del self._groups[group.participants]
         return removed

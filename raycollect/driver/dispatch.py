@@ -237,7 +237,7 @@ def made_by(tracker: PlanTracker, result: Any) -> Any:
         return [made_by(tracker, item) for item in result]
     if type(result) is not Pending:
         return result
-    return tracker.made.get((result.request, tracker.plan.positions[result.actor_id]))
+    return tracker.outputs.get((result.request, tracker.plan.positions[result.actor_id]))
 
 
 def send_prepared(
@@ -295,18 +295,18 @@ def _send_parts(
         own = list(map(keys.__getitem__, prepared.sources[at]))
         order = encode_order(ticket, own, prepared.programs[at])
         behind = [retried[key] for key in own if key in retried] if retried else []
-        made: Sequence[Any] = ()
+        refs: Sequence[Any] = ()
         try:
             if behind:
-                made = peer.submit_behind(order, len(outputs), behind)
+                refs = peer.submit_behind(order, len(outputs), behind)
             elif prepared.fits_channel:
                 peer.submit_in_order(order, tracker, at, letters)
             else:
-                made = peer.submit(order, len(outputs))
+                refs = peer.submit(order, len(outputs))
         except Exception as exc:  # noqa: BLE001 - whatever Ray raises: too many pending calls, a dead actor, its own bugs
             error = peer.unsent(exc, tracker.member(at).rank)
             controller.plans.fail(tracker, error, unsent=range(at, len(peers)))
             break
         peer.last_seq = tracker.seq
         if outputs:
-            tracker.made.update(zip(((number, at) for number in outputs), made, strict=True))
+            tracker.outputs.update(zip(((number, at) for number in outputs), refs, strict=True))

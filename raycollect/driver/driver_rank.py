@@ -56,7 +56,7 @@ class DriverResult:
 def with_results(result: Any) -> Any:
     """What a call returns, with what was made on the driver in the places of what stood for it."""
     if isinstance(result, list):
-        return [with_results(one) for one in result]
+        return [with_results(item) for item in result]
     return result.value if type(result) is DriverResult and result.value is not None else result
 
 
@@ -102,13 +102,13 @@ class DriverRank:
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        made = ray.ActorID(os.urandom(_ID_NBYTES - 4) + bytes.fromhex(ray.get_runtime_context().get_job_id()))
+        actor_id = ray.ActorID(os.urandom(_ID_NBYTES - 4) + bytes.fromhex(ray.get_runtime_context().get_job_id()))
         me = ray_actors.current_actor_id()
         name = f"the driver {ray_actors.short_actor(ray_actors.current_class(), me)}" if me else "the driver"
-        self.actor_id: str = made.hex()
+        self.actor_id: str = actor_id.hex()
         self.participant: _Participant = _Participant(runtime, self.actor_id, name)
         link = partial(DriverLink, self.participant)
-        self.handle: DriverHandle = DriverHandle(made, name, self.participant.describe, link)
+        self.handle: DriverHandle = DriverHandle(actor_id, name, self.participant.describe, link)
 
     def operand(self, value: Any) -> Operand | None:
         """Tensors of this process as an operand; None for anything else."""
@@ -137,11 +137,11 @@ class DriverLink(ParticipantLink):
 
     def submit(self, payload: bytes, outputs: int, behind: Sequence[Any] = ()) -> list[Any]:
         """Hands over a program; returns what stands for its outputs."""
-        participant, found = self._participant, [DriverResult() for _ in range(outputs)]
+        participant, results = self._participant, [DriverResult() for _ in range(outputs)]
         task = participant.task_of(decode_order(payload)[0].seq)
-        participant.results.update({task_key(task, at): one for at, one in enumerate(found, 1)})
+        participant.results.update({task_key(task, at): result for at, result in enumerate(results, 1)})
         self.order(Order(payload=payload, in_order=True, after=b""))
-        return found
+        return results
 
     def submit_in_order(self, payload: bytes, tracker: PlanTracker, position: int, letters: Any) -> None:
         """Hands over a program without outputs."""

@@ -74,7 +74,7 @@ def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
 
 def _numbered(violations: Sequence[Violation], number: int, plan: Plan) -> list[Violation]:
-    return [replace(one, call=number if len(plan.requests) > 1 else -1) for one in violations]
+    return [replace(violation, call=number if len(plan.requests) > 1 else -1) for violation in violations]
 
 
 # ---------------------------------------------------------------------------------------------- what refs hold
@@ -87,19 +87,19 @@ def _handles(refs: Mapping[Key, Any], plan: Plan) -> dict[Source, Handle]:
         ranks = (rank,) if len(late) == 1 else tuple(_user(plan, source)[1] for source in late)
         name = plan.memberships[number].spec.name
         raise held_values.late_error(plan.name, name, len(late), ranks, plan.timeout_s)
-    found: dict[Source, Handle] = {}
+    handles: dict[Source, Handle] = {}
     violations: list[Violation] = []
     causes: list[BaseException] = []
     for source, value in values.items():
         number, rank = _user(plan, source)
         if isinstance(value, Handle):
-            found[source] = value
+            handles[source] = value
         else:
             violations += _numbered([held_values.without_tensors(value, rank)], number, plan)
             causes += [value] if isinstance(value, RayError) else []
     if violations:
         raise refusal(plan.name, "", tuple(violations)) from next(iter(causes), None)
-    return found
+    return handles
 
 
 def _user(plan: Plan, source: Source) -> tuple[int, int]:
@@ -120,17 +120,17 @@ class _Estimated:
     def __init__(self, plan: Plan, handles: Mapping[Source, Handle]) -> None:
         self._plan = plan
         self._handles = handles
-        self._made: dict[tuple[int, str], Held] = {}
+        self._outputs: dict[tuple[int, str], Held] = {}
         self._violations: list[Violation] = []
 
     def judge(self) -> None:
         """Raises RefusedError with all reasons of all requests, up to the first that others build on."""
         needed = {
-            one.request
+            source.request
             for request in self._plan.requests
             for _, *given in request.operands
-            for one in given
-            if isinstance(one, Made)
+            for source in given
+            if isinstance(source, Made)
         }
         for number in range(len(self._plan.requests)):
             self._judge(number)
@@ -149,9 +149,9 @@ class _Estimated:
         if violations:
             return
         for at, rank in enumerate(part.ranks):
-            made = self._output(number, at, specs)
-            if made is not None:
-                self._made[number, self._plan.memberships[number].participants[rank]] = made
+            output = self._output(number, at, specs)
+            if output is not None:
+                self._outputs[number, self._plan.memberships[number].participants[rank]] = output
 
     def _spec(self, number: int, rank: int, violations: list[Violation]) -> Spec:
         request, part = self._plan.requests[number], self._plan.parts[number]
@@ -169,7 +169,7 @@ class _Estimated:
         if request.op is not None and given is not None:
             violations += [
                 Violation(kind="unsupported", rank=rank, field="reduce op", found=reason)
-                for dtype in dict.fromkeys(one.dtype for one in given.tensors)
+                for dtype in dict.fromkeys(tensor.dtype for tensor in given.tensors)
                 if (reason := folds.refusal_reason(request.op, dtype))
             ]
         return Spec(
@@ -187,13 +187,13 @@ class _Estimated:
         _, src, dst = request.operands[part.places[rank]]
         for side, source, tensors in (("src", src, half.src), ("dst", dst, half.dst)):
             if source is not None:
-                for name, found, expected in faults_of(*self._held(number, rank, source), tensors):
+                for name, actual, expected in faults_of(*self._held(number, rank, source), tensors):
                     field = f"{name} of {side}"
-                    violations.append(Violation(kind="layout", rank=rank, field=field, found=found, expected=expected))
+                    violations.append(Violation(kind="layout", rank=rank, field=field, found=actual, expected=expected))
 
     def _held(self, number: int, rank: int, source: Source) -> Held:
         if isinstance(source, Made):
-            return self._made[source.request, self._plan.memberships[number].participants[rank]]
+            return self._outputs[source.request, self._plan.memberships[number].participants[rank]]
         handle = self._handles[source]
         return handle.structure, handle.infos
 
@@ -206,12 +206,12 @@ class _Estimated:
         if request.reshard is not None:
             return made_of(decode_half(part.template(rank).boxes).dst)
         if role is Role.LEARNED:
-            made = agreement.learn(specs, at, part.places.get(request.root, -1))
+            side = agreement.learn(specs, at, part.places.get(request.root, -1))
         elif given is None:
             return None
         else:
-            made = given if role is Role.LIKE else given.item(at)
-        return made.structure, made.tensors
+            side = given if role is Role.LIKE else given.item(at)
+        return side.structure, side.tensors
 
 
 def _side(held: Held, count: int, rank: int, name: str, violations: list[Violation]) -> Side | None:
@@ -223,6 +223,6 @@ def _side(held: Held, count: int, rank: int, name: str, violations: list[Violati
             return Side(structure=Structure("list", (), structure.items), tensors=infos)
     elif structure.kind == "tensor" and (piece := infos[0].piece(count)) is not None:
         return Side(structure=Structure("list", (), (TENSOR,) * count), tensors=(piece,) * count, loose=True)
-    kind, found, expected = agreement.piece_fault(structure, infos, count)
-    violations.append(Violation(kind=kind, rank=rank, field=name, found=found, expected=expected))
+    kind, actual, expected = agreement.piece_fault(structure, infos, count)
+    violations.append(Violation(kind=kind, rank=rank, field=name, found=actual, expected=expected))
     return None

@@ -63,8 +63,8 @@ class ErrorLocator:
 
     def blamed(self, error: GroupBrokenError) -> tuple[Membership, ...]:
         """The group that an error means; all groups where it names none of the plan."""
-        found = self._named_groups.get(error.group_name)
-        return self._groups if found is None else (found,)
+        group = self._named_groups.get(error.group_name)
+        return self._groups if group is None else (group,)
 
     def locate(
         self, position: int, error: RaycollectError, story: tuple[str, ...], missing_now: RankNames
@@ -79,10 +79,10 @@ class ErrorLocator:
             error.group_name = self.blamed(error)[0].spec.name
         if not isinstance(error, FaultError):
             return error
-        found = self._named_groups.get(error.group_name)
-        group = found or self.home(position)[0]
+        named = self._named_groups.get(error.group_name)
+        group = named or self.home(position)[0]
         error.op = plan.name if len(plan.requests) == 1 else error.op or plan.name
-        error.group_name = group.spec.name if position >= 0 or found else group_names
+        error.group_name = group.spec.name if position >= 0 or named else group_names
         if error.rank < 0 and position >= 0 and not isinstance(error, CollectiveTimeoutError):  # it says who is missing
             error.rank = group.rank_of(plan.participants[position])
         error.actor = error.actor or (group.members[error.rank].actor if 0 <= error.rank < len(group.members) else "")
@@ -112,7 +112,7 @@ class ErrorLocator:
     @cached_property
     def _named_groups(self) -> dict[str, Membership]:
         """Group id, or name -> the group."""
-        return {name: one for one in self._groups for name in (one.spec.group_id, one.spec.name)}
+        return {name: group for group in self._groups for name in (group.spec.group_id, group.spec.name)}
 
 
 def add_operand(

@@ -84,7 +84,7 @@ class Formation:
                 self._retire(old, deadline_s, drains=drains)
             replaces = "" if old is None else old.spec.group_id
             self._peers.join(membership, deadline_s, replaces)
-            by_rank = tuple([actors[one.actor_id] for one in membership.members])
+            by_rank = tuple([actors[member.actor_id] for member in membership.members])
             formed = membership, replace(declaration, actors=by_rank, is_by_rank=True)
             deliver()  # a signal that has come by now leaves no group
             add(formed)
@@ -126,11 +126,11 @@ class Formation:
 
     def _dissolve_ended(self, name: str = "", deadline_s: float = 0.0) -> None:
         """Tells the members of groups that have ended here; waits for another thread that does that with one `name`."""
-        for one in tuple(self._ended):
-            until_s = deadline_s if one.spec.name == name else 0.0
+        for membership in tuple(self._ended):
+            until_s = deadline_s if membership.spec.name == name else 0.0
             try:
-                with self._claims.claim(("ended", one.spec.group_id), until_s):
-                    self._dissolve(one)
+                with self._claims.claim(("ended", membership.spec.group_id), until_s):
+                    self._dissolve(membership)
             except ClaimedError:
                 continue
 
@@ -154,7 +154,7 @@ class Formation:
 
     def lost(self, peer: ParticipantLink, reason: str) -> None:
         """A participant's process is gone, and with it all its groups; on the hub's thread."""
-        for group_id in [one for one in tuple(peer.group_ids) if one in self.coordinators]:  # the others have ended
+        for group_id in filter(self.coordinators.__contains__, tuple(peer.group_ids)):  # the others have ended
             self._broken[group_id] = f"{peer.info['actor']} died ({reason})"
             self.coordinators.lost(peer, group_id, reason)
 

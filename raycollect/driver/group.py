@@ -61,7 +61,7 @@ class Group:
 
     def get_rank(self, actor: Any) -> int:
         """The rank of an actor; -1 where it is no member."""
-        return next((rank for rank, one in enumerate(self.actors) if is_handle(actor) and one == actor), -1)
+        return next((rank for rank, other in enumerate(self.actors) if is_handle(actor) and other == actor), -1)
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Calls a method of every actor, as ``actor.method.remote(*args, **kwargs)``; all get the same arguments.
@@ -75,7 +75,7 @@ class Group:
             AttributeError: The actors have no such method. None was called.
         """
         methods = [getattr(actor, method) for actor in self.actors]
-        return [one.remote(*args, **kwargs) for one in methods]
+        return [method.remote(*args, **kwargs) for method in methods]
 
     @property
     def epoch(self) -> int:
@@ -103,8 +103,8 @@ class Group:
         refuse("status", wrong_time_limit(timeout_s, also=(0,)))
         membership, controller = self._membership, self._controller
         state, detail = self._state()
-        asked = membership.members if timeout_s > 0 else ()
-        answers = controller.participants.look(asked, timeout_s) if asked else [None] * self.world_size
+        asked_members = membership.members if timeout_s > 0 else ()
+        answers = controller.participants.look(asked_members, timeout_s) if asked_members else [None] * self.world_size
         trackers = self._under_way()
         by_actor = dict(zip((m.actor_id for m in membership.members), answers, strict=True))
         members = tuple(member_status(m, trackers, by_actor) for m in membership.members)
@@ -136,7 +136,7 @@ class Group:
         answers = self._controller.participants.survey(self._membership.members, timeout_s)
         pairs = zip(self._membership.members, answers, strict=True)
         return GroupStatistics(
-            members=tuple(None if said is None else member_statistics(one, said) for one, said in pairs)
+            members=tuple(None if said is None else member_statistics(member, said) for member, said in pairs)
         )
 
     def rebuild(self, actors: Sequence[Any] | None = None, *, timeout_s: float = 60.0) -> Group:
@@ -234,15 +234,15 @@ class Group:
     def _repr_html_(self) -> str:
         status = self.status(SHOWN_S if self._state()[0] != groups.DESTROYED else 0.0)
         trackers = self._under_way()
-        plans = (f"{one.plan.name} (plan {one.seq})" for one in trackers)
-        told = [
+        plans = (f"{tracker.plan.name} (plan {tracker.seq})" for tracker in trackers)
+        facts = [
             ("state", f"{status.state}{status.detail and f': {status.detail}'}"),
             ("backend", f"{self.backend}, {self._why()}"),
             ("epoch", f"{self.epoch}, how often it was rebuilt, or its members changed" if self.epoch else ""),
             ("under way", listed(plans, most=MOST_NAMED) or "nothing"),
         ]
         title = f"group {self.name!r}: {counted(self.world_size, 'rank')}, {status.state}"
-        return html.block("group", title, html.pairs(told), status._rows())
+        return html.block("group", title, html.pairs(facts), status._rows())
 
     def __repr__(self) -> str:
         members = listed((member.actor for member in self._membership.members), most=MOST_NAMED)
@@ -296,7 +296,7 @@ def declare_collective_group(
         SelfDrivenError: The calling actor is among them.
         RayClientError: This process is connected by ray://.
     """
-    asked: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "world_size": world_size,
         "ranks": ranks,
         "backend": backend,
@@ -308,7 +308,7 @@ def declare_collective_group(
     }
     if ray_session.is_started():
         Controller.current()  # it may not be allowed here; but no cluster is started for what can't be
-    declaration = Declaration.of(actors, **_with_options(asked, options))
+    declaration = Declaration.of(actors, **_with_options(arguments, options))
     if not ray_session.is_started():
         raise ActorGoneError(op="declare", group_name=declaration.name, detail=member_discovery.OF_ANOTHER_RAY)
     controller = Controller.current()
@@ -332,18 +332,18 @@ def this_process() -> DriverHandle:
     return Controller.current().driver_rank().handle
 
 
-def _with_options(asked: dict[str, Any], options: Any) -> dict[str, Any]:
+def _with_options(arguments: dict[str, Any], options: Any) -> dict[str, Any]:
     if options is not None and not isinstance(options, Mapping):
         detail = f"options is {shown(options)}, not a dict"
-        raise InvalidGroupError(group_name=as_name(asked["group_name"]), detail=detail)
+        raise InvalidGroupError(group_name=as_name(arguments["group_name"]), detail=detail)
     given = dict(() if options is None else options)
     if "rank" in given:
         given["ranks"] = given.pop("rank")
-    strange = sorted(map(shown, given.keys() - asked.keys()))
+    strange = sorted(map(shown, given.keys() - arguments.keys()))
     if strange:
-        detail = f"unknown options {listed(strange)}; there are {sorted([*asked, 'rank'])}"
-        raise InvalidGroupError(group_name=as_name(asked["group_name"]), detail=detail)
-    return {**asked, **given}
+        detail = f"unknown options {listed(strange)}; there are {sorted([*arguments, 'rank'])}"
+        raise InvalidGroupError(group_name=as_name(arguments["group_name"]), detail=detail)
+    return {**arguments, **given}
 
 
 def destroy_collective_group(group_name: GroupLike = "default") -> None:

@@ -115,13 +115,13 @@ class GroupStatus:
 
     def _rows(self) -> html.Markup:
         """The ranks as an HTML table without columns that say nothing; of very many ranks the most interesting ones."""
-        told = sorted(self.members, key=_is_dull)[: html.MOST_ROWS]
-        rows = [_cells(one) for one in sorted(told, key=lambda one: one.rank)]
+        chosen = sorted(self.members, key=_is_dull)[: html.MOST_ROWS]
+        rows = [_cells(status) for status in sorted(chosen, key=lambda status: status.rank)]
         idle = {name for name, *column in zip(_HEAD, *rows, strict=True) if not any(column)}
         left_out = _NOW if self.state == DESTROYED else _SELDOM & idle
-        kept = [at for at, name in enumerate(_HEAD) if name not in left_out]
-        shown = [[row[at] for at in kept] for row in rows]
-        return html.table([_HEAD[at] for at in kept], shown, right=_RIGHT, count=len(self.members))
+        columns = [at for at, name in enumerate(_HEAD) if name not in left_out]
+        shown = [[row[at] for at in columns] for row in rows]
+        return html.table([_HEAD[at] for at in columns], shown, right=_RIGHT, count=len(self.members))
 
     @html.shown
     def _repr_html_(self) -> str:
@@ -172,7 +172,7 @@ class GroupStatistics:
     members: tuple[MemberStatistics | None, ...]
 
     def __repr__(self) -> str:
-        lines = (str(one or f"rank {rank}: gone, or silent") for rank, one in enumerate(self.members))
+        lines = (str(member or f"rank {rank}: gone, or silent") for rank, member in enumerate(self.members))
         return "\n  ".join(("<GroupStatistics", *lines)) + ">"
 
 
@@ -197,7 +197,7 @@ def _cells(status: MemberStatus) -> tuple[object, ...]:
 
 def member_status(member: Member, trackers: Sequence[PlanTracker], seen: Mapping[str, Seen | None]) -> MemberStatus:
     """What is known of a member, by its group's plans under way and what members said of themselves, by actor."""
-    pending = [one for one in trackers if one.is_pending(one.plan.positions.get(member.actor_id, -1))]
+    pending = [tracker for tracker in trackers if tracker.is_pending(tracker.plan.positions.get(member.actor_id, -1))]
     mine = seen[member.actor_id]
     return MemberStatus(
         rank=member.rank,
@@ -205,9 +205,9 @@ def member_status(member: Member, trackers: Sequence[PlanTracker], seen: Mapping
         node_id=member.node_id,
         pid=member.pid,
         ordered=member.ordered,
-        plans=tuple(one.seq for one in pending),
-        steps=tuple(stall_report.step_of(one, mine) for one in pending),
-        awaited_s=max((stall_report.awaited_s(one, member.actor_id, seen) for one in pending), default=0.0),
+        plans=tuple(tracker.seq for tracker in pending),
+        steps=tuple(stall_report.step_of(tracker, mine) for tracker in pending),
+        awaited_s=max((stall_report.awaited_s(tracker, member.actor_id, seen) for tracker in pending), default=0.0),
         host=member.address.host,
         device=", ".join(f"{kind} {', '.join(ids)}" for kind, ids in member.accelerators) or "CPU",
         **watchdog.report_fields(mine),

@@ -70,23 +70,23 @@ class Groups(Formation):
 
     def named(self, name: Any) -> Membership:
         """A declared group; raises UnknownGroupError where there is none of that name."""
-        found = self.find(name)
-        if found is None:
+        membership = self.find(name)
+        if membership is None:
             raise self._unknown(name)
-        return found
+        return membership
 
     def find(self, name: Any, limit_s: float | None = None) -> Membership | None:
         """A declared group; None where there is none of that name.
 
         While its members change this waits for those that it will have; CollectiveTimeoutError: `limit_s` is over.
         """
-        found = self._declared.get(name) if isinstance(name, str) else None
-        if found is not None and found[0].spec.group_id in self.draining:
+        declared = self._declared.get(name) if isinstance(name, str) else None
+        if declared is not None and declared[0].spec.group_id in self.draining:
             if not self._claims.wait(name, inf if limit_s is None else monotonic() + limit_s):
                 detail = f"after {limit_s:g} s its members are still being changed by another thread"
                 raise CollectiveTimeoutError(group_name=name, detail=detail, timeout_s=limit_s or 0.0)
-            found = self._declared.get(name)
-        return None if found is None else found[0]
+            declared = self._declared.get(name)
+        return None if declared is None else declared[0]
 
     def is_declared(self, name: str) -> bool:
         """Whether there is a declared group of that name; never waits."""
@@ -104,27 +104,27 @@ class Groups(Formation):
     def as_it_is(self, membership: Membership, timeout_s: float) -> Membership:
         """A group as it is now, if it was rebuilt; a derived one is formed again where it is gone or broken."""
         if membership.is_derived:
-            return self.derive(tuple(one.actor_id for one in membership.members), timeout_s)
+            return self.derive(tuple(member.actor_id for member in membership.members), timeout_s)
         return self.named(membership.spec.name)
 
     def links(self, memberships: Sequence[Membership], actor_ids: tuple[str, ...]) -> list[ParticipantLink]:
         """The leased participants of a plan or captured step, by position; raises as `check` does."""
         key, revision = (tuple(memberships), actor_ids), self._plans.revision
-        known = self._links.get(key)
-        if known is not None and known[0] is revision:
-            return known[1]
+        cached = self._links.get(key)
+        if cached is not None and cached[0] is revision:
+            return cached[1]
         self.check(memberships)
         groups = dict.fromkeys(memberships)
-        found = [self._peers.leased(actor_id, groups) for actor_id in actor_ids]
-        if known is not None or len(self._links) >= _MOST_LINKS:
+        peers = [self._peers.leased(actor_id, groups) for actor_id in actor_ids]
+        if cached is not None or len(self._links) >= _MOST_LINKS:
             self._links.clear()
-        self._links[key] = revision, found
-        return found
+        self._links[key] = revision, peers
+        return peers
 
     def check(self, memberships: Iterable[Membership]) -> None:
         """Checks that groups exist and can communicate."""
         if self._is_closed:
-            name = next((one.spec.name for one in memberships), "")
+            name = next((group.spec.name for group in memberships), "")
             detail = "it has ended with what used it, as Ray was shut down meanwhile; capture steps of it again, too"
             raise UnknownGroupError(group_name=name, detail=detail)
         for membership in dict.fromkeys(memberships):
@@ -142,14 +142,14 @@ class Groups(Formation):
 
     def breaks(self, group_id: str, why: str) -> None:
         """A group can't communicate any more; the first reason is kept."""
-        groups = [one for one, _ in tuple(self._declared.values())] + [*self._derived.all()]
-        if any(one.spec.group_id == group_id for one in groups):  # not one that is destroyed
+        groups = [group for group, _ in tuple(self._declared.values())] + [*self._derived.all()]
+        if any(group.spec.group_id == group_id for group in groups):  # not one that is destroyed
             self._broken.setdefault(group_id, why)
 
     def bury(self, peer: ParticipantLink) -> None:
         """Dissolves the derived groups of a participant whose process is gone, in another thread."""
         actor_id = peer.info["actor_id"]
-        if any(one.rank_of(actor_id) >= 0 for one in self._derived.all()):
+        if any(group.rank_of(actor_id) >= 0 for group in self._derived.all()):
             threads.bounded(self._dissolve_idle)
 
     # ------------------------------------------------------------------------------------------ declared ones
@@ -206,17 +206,17 @@ class Groups(Formation):
             declaration = self._declaration(old).over(actors, timeout_s)
             dead = [old.members[rank] for rank in new]
             with Allowed():
-                found = living(dead, self._peers)
-            if found:
-                raise InvalidGroupError(group_name=old.spec.name, detail=found)
+                reason = living(dead, self._peers)
+            if reason:
+                raise InvalidGroupError(group_name=old.spec.name, detail=reason)
             return self._form_again(old, declaration, deadline_s, drains=True)
 
     def _declaration(self, membership: Membership) -> Declaration:
         name = membership.spec.name
-        found = self._declared.get(name)
-        if found is None or found[0] is not membership:
+        declared = self._declared.get(name)
+        if declared is None or declared[0] is not membership:
             raise UnknownGroupError(group_name=name, detail="it was destroyed or changed meanwhile: get it again")
-        return found[1]
+        return declared[1]
 
     def _form_again(self, old: Membership, declaration: Declaration, deadline_s: float, *, drains: bool) -> Declared:
         try:
@@ -240,10 +240,10 @@ class Groups(Formation):
         """Ends a declared group; raises UnknownGroupError where there is none of that name."""
         with Deferred():
             with self._lock:
-                found = self._declared.get(name) if isinstance(name, str) else None
-                if found is None:
+                declared = self._declared.get(name) if isinstance(name, str) else None
+                if declared is None:
                     raise self._unknown(name)
-                self._ended.append(found[0])
+                self._ended.append(declared[0])
                 del self._declared[name]
             self._dissolve_ended()
 
@@ -251,22 +251,24 @@ class Groups(Formation):
 
     def derived(self, actor_ids: tuple[str, ...]) -> Membership | None:
         """The group of these actors in this order; None where it was not formed before, or is broken."""
-        known = self._derived.find(actor_ids)
-        return None if known is None or known.spec.group_id in self._broken else known
+        membership = self._derived.find(actor_ids)
+        return None if membership is None or membership.spec.group_id in self._broken else membership
 
     def derive(self, actor_ids: tuple[str, ...], timeout_s: float) -> Membership:
         """The group of these actors in this order, formed now or before."""
         deadline_s = monotonic() + timeout_s
         with self._claimed(actor_ids, "", deadline_s):
-            known = self.derived(actor_ids)
-            if known is not None:
-                return known
-            self._ended += self._derived.take(lambda one: one.participants == actor_ids)  # it is broken
+            membership = self.derived(actor_ids)
+            if membership is not None:
+                return membership
+            self._ended += self._derived.take(lambda group: group.participants == actor_ids)  # it is broken
             self._dissolve_ended()
             actors = tuple(ray_actors.actor_handle(actor_id) for actor_id in actor_ids)
             name = f"derived-{secrets.token_hex(3)}"
             declaration = Declaration(name=name, backend="auto", actors=actors, timeout_s=timeout_s)
-            membership, _ = self._form(declaration, deadline_s, lambda one: self._derived.add(one[0]), is_derived=True)
+            membership, _ = self._form(
+                declaration, deadline_s, lambda formed: self._derived.add(formed[0]), is_derived=True
+            )
             if self._broken or self._derived.full(actor_ids):
                 self._dissolve_idle(membership)
             return membership
@@ -274,10 +276,10 @@ class Groups(Formation):
     def _dissolve_idle(self, newest: Membership | None = None) -> None:
         """Dissolves derived groups that are broken, or more than are kept of the actors of the newest one."""
         with self._plans.none_begins() as under_way:
-            busy = {*self.held, *(one.spec.group_id for one in under_way)}
-            self._ended += self._derived.take(lambda one: one.spec.group_id in self._broken.keys() - busy)
+            busy = {*self.held, *(group.spec.group_id for group in under_way)}
+            self._ended += self._derived.take(lambda group: group.spec.group_id in self._broken.keys() - busy)
             if newest is not None:
-                self._ended += self._derived.take_surplus(newest, lambda one: one.spec.group_id not in busy)
+                self._ended += self._derived.take_surplus(newest, lambda group: group.spec.group_id not in busy)
         self._dissolve_ended()
 
     # ------------------------------------------------------------------------------------------ their beginning and end

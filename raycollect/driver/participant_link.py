@@ -105,7 +105,7 @@ class ParticipantLink:
         self._answered = threading.Event()
         self._submits: dict[int, Any] = {}
         self._requests = itertools.count(1)
-        self._asked: dict[int, Future[Any]] = {}
+        self._questions: dict[int, Future[Any]] = {}
         self._collected: dict[int, bytearray] = {}  # the parts so far of long answers
         self.is_lost: bool = False
         self._tokens: CallTokens | None = None  # lent to the calls of its methods (P5)
@@ -136,7 +136,7 @@ class ParticipantLink:
 
     def submit_behind(self, payload: bytes, outputs: int, behind: Sequence[Any]) -> list[Any]:
         """`submit`; if one of `behind` fails for good, Ray never begins the task, and the program comes by `order`."""
-        made = self.submit(payload, outputs, behind)
+        refs = self.submit(payload, outputs, behind)
         waiting = [Order(payload=payload, in_order=False, after=NOTHING)]
 
         def settled(value: Any) -> None:
@@ -146,9 +146,9 @@ class ParticipantLink:
                 ):  # another one has failed before; the participant is gone
                     self.order(waiting.pop())
 
-        for one in behind:
-            direct_transport.on_completed(one, settled)
-        return made
+        for operand in behind:
+            direct_transport.on_completed(operand, settled)
+        return refs
 
     def submit_in_order(self, payload: bytes, tracker: PlanTracker, position: int, letters: Letters | None) -> None:
         """Sends a program without outputs, to run where an actor task would, or as an actor task.
@@ -248,20 +248,20 @@ class ParticipantLink:
         The result is the answer, or None where the connection ends first; for `Collect` the bytes of all its parts, or
         an `Unable`.
         """
-        request, asked = next(self._requests), Future[Any]()
-        self._asked[request] = asked
+        request, future = next(self._requests), Future[Any]()
+        self._questions[request] = future
         self.send(question(request=request, **fields))
         if self.is_lost:
             self._end_questions()
-        return asked
+        return future
 
     def _end_questions(self) -> None:
         self._collected.clear()
-        for request in list(self._asked):
+        for request in list(self._questions):
             self._answered_by(request, None)
 
     def _collect_part(self, message: Collected) -> None:
-        if message.request not in self._asked:
+        if message.request not in self._questions:
             return
         parts = self._collected.setdefault(message.request, bytearray())
         parts += message.payload
@@ -272,9 +272,9 @@ class ParticipantLink:
 
     def _answered_by(self, request: int, answer: Surveyed | Seen | Measured | Ticked | Unable | bytes | None) -> None:
         self._collected.pop(request, None)
-        asked = self._asked.pop(request, None)
-        if asked is not None:
-            asked.set_result(answer)
+        future = self._questions.pop(request, None)
+        if future is not None:
+            future.set_result(answer)
 
     def received(self, link: ControlLink, message: Any) -> None:
         """A message of the participant; on the hub's thread."""
@@ -338,6 +338,6 @@ def _free(info: dict[str, Any], keys: list[Key]) -> None:
 
 def _keep_behind(tracker: ref[PlanTracker], position: int, link: ref[ParticipantLink]) -> None:
     """Keeps what is submitted from now on behind a plan, as long as that is under way there."""
-    found, here = tracker(), link()
-    if found is not None and here is not None and found.is_pending(position):
-        here.fence(found.seq)
+    plan, here = tracker(), link()
+    if plan is not None and here is not None and plan.is_pending(position):
+        here.fence(plan.seq)

@@ -129,8 +129,8 @@ class Participants:
         """The leased participant of an actor in one of these groups; GroupBrokenError if its process is gone."""
         peer = self._peers.get(actor_id)
         if peer is None or peer.link is None:
-            members = (one for membership in memberships for one in membership.members)
-            actor = next((one.actor for one in members if one.actor_id == actor_id), f"actor {actor_id[:6]}")
+            members = (member for membership in memberships for member in membership.members)
+            actor = next((member.actor for member in members if member.actor_id == actor_id), f"actor {actor_id[:6]}")
             raise GroupBrokenError(group_name="", detail=f"{actor} is gone")
         return peer
 
@@ -153,11 +153,11 @@ class Participants:
 
     def _give_back_slots(self) -> None:
         """Takes back the slots of participants that have died; those that live do so themselves."""
-        for one in self._left[:]:
-            slot, pid = one
+        for entry in self._left[:]:
+            slot, pid = entry
             if self._mailbox is not None and not Path(f"/proc/{pid}").exists():
                 self._mailbox.give_back(slot)
-                self._left.remove(one)
+                self._left.remove(entry)
 
     def _forget(self, peer: ParticipantLink) -> bool:
         actor_id = peer.info["actor_id"]
@@ -194,12 +194,12 @@ class Participants:
         try:
             with self._leasing.claim(member.actor_id, deadline_s):
                 with self._lock:
-                    known = self._peers.get(member.actor_id)
-                    if known is not None and known.info["incarnation"] == member.incarnation:
-                        known.group_ids.add(group_id)
-                        return known
-                if known is not None:
-                    _end_former(known, self._hub, deadline_s)
+                    leased = self._peers.get(member.actor_id)
+                    if leased is not None and leased.info["incarnation"] == member.incarnation:
+                        leased.group_ids.add(group_id)
+                        return leased
+                if leased is not None:
+                    _end_former(leased, self._hub, deadline_s)
                 calls = calls if info["participant"] and info["ordered"] else None
                 link_type = getattr(actor, "link_type", ParticipantLink)
                 peer: ParticipantLink = link_type(
@@ -305,7 +305,7 @@ class Participants:
         """
         spec = membership.spec
         join = _Join({next(self._requests): member for member in membership.members})
-        members = [replace(one, address=replace(one.address, secret=b"")) for one in membership.members]
+        members = [replace(member, address=replace(member.address, secret=b"")) for member in membership.members]
         try:
             self._joins.update(dict.fromkeys(join.members, join))
             with self.inviting:
@@ -320,12 +320,12 @@ class Participants:
             raise copy_error(join.error)
         late = [] if is_over else [member for request, member in join.members.items() if request in join.missing]
         if late:  # else the last one has joined meanwhile
-            names = listed(f"rank {one.rank} ({one.actor})" for one in late)
+            names = listed(f"rank {member.rank} ({member.actor})" for member in late)
             raise CollectiveTimeoutError(
                 op="declare",
                 group_name=spec.name,
                 detail=f"these have not joined in time: {names}; an actor that is pending or busy can't join",
-                missing=tuple(one.rank for one in late),
+                missing=tuple(member.rank for member in late),
             )
 
     def joined(self, message: Joined) -> None:
@@ -342,7 +342,7 @@ class Participants:
     def give_up(self, peer: ParticipantLink, reason: str) -> None:
         """Ends the join where a participant that is gone is among those who join; on the hub's thread."""
         for join in tuple(self._joins.values()):
-            if any(one.actor_id == peer.info["actor_id"] for one in join.members.values()):
+            if any(member.actor_id == peer.info["actor_id"] for member in join.members.values()):
                 join.fail(ActorGoneError(op="declare", actor=peer.info["actor"], detail=f"it ended ({reason})"))
 
     # ------------------------------------------------------------------------------------------ telling, asking
@@ -356,20 +356,20 @@ class Participants:
 
     def survey(self, members: Sequence[Member], timeout_s: float) -> list[Surveyed | None]:
         """Asks members what they hold; None for one that is gone, or has not answered in time."""
-        return _answers([self._ask(one, Survey) for one in members], timeout_s)
+        return _answers([self._ask(member, Survey) for member in members], timeout_s)
 
     def look(self, members: Sequence[Member], timeout_s: float) -> list[Seen | None]:
         """Asks members what they are doing; None for one that is gone, or has not answered in time."""
-        return _answers([self._ask(one, Look) for one in members], timeout_s)
+        return _answers([self._ask(member, Look) for member in members], timeout_s)
 
     def begin_look(self, members: Iterable[Member]) -> dict[str, Future[Any] | None]:
         """Asks members what they are doing, without waiting; by actor, None for one that is gone."""
-        return {one.actor_id: self._ask(one, Look) for one in members}
+        return {member.actor_id: self._ask(member, Look) for member in members}
 
     def has_ended(self, member: Member, timeout_s: float) -> bool:
         """Whether a member's process is known to be gone; one that does not answer in time is not."""
-        asked = self._ask(member, Look)
-        return asked is None or (asked in answered([asked], timeout_s) and asked.result() is None)
+        question = self._ask(member, Look)
+        return question is None or (question in answered([question], timeout_s) and question.result() is None)
 
     def measure(self, member: Member, seq: int) -> Future[Measured | None] | None:
         """Asks a member how far it is in a plan, without waiting; None for one that is gone."""
@@ -389,7 +389,7 @@ def look_answers(looks: Mapping[str, Future[Any] | None], timeout_s: float) -> d
 
 def _answers(futures: Collection[Future[Any] | None], timeout_s: float) -> list[Any]:
     done = answered(futures, timeout_s)
-    return [one.result() if one in done else None for one in futures]
+    return [future.result() if future in done else None for future in futures]
 
 
 def _end_former(former: ParticipantLink, hub: Hub, deadline_s: float) -> None:

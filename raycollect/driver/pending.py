@@ -62,9 +62,9 @@ def _misuse(error: RaycollectError, name: str) -> Exception:
     return AttributeError(f"no attribute {name!r}: {error}") if name else error
 
 
-def _stray(one: _Recorded) -> CaptureError:
+def _stray(value: _Recorded) -> CaptureError:
     """A placeholder of a captured step is sent to another process."""
-    return CaptureError(detail=f"{one!r} has no meaning outside of its driver: {_IN_RUNS}")
+    return CaptureError(detail=f"{value!r} has no meaning outside of its driver: {_IN_RUNS}")
 
 
 class Pending(_Recorded):

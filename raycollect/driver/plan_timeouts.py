@@ -68,7 +68,7 @@ class PlanTimeouts(timers.Watcher):
             missing=tuple([member.rank for group, member in homes if group is homes[0][0]]),
             timeout_s=tracker.deadline.timeout_s,
         )
-        error.detail = error.unfinished([f"rank {one.rank} ({one.actor})" for one in late])
+        error.detail = error.unfinished([f"rank {member.rank} ({member.actor})" for member in late])
         self._plans.fail(tracker, error)
         self._look_for_stuck(tracker, tracker.overdue.stuck, time.monotonic() + LEAVE_S)
 

@@ -76,7 +76,7 @@ class PlanTracker:
         refs: The operand refs by key, held until the plan has ended everywhere (P5); after a refusal those that tell
             more about it, until `explain`.
         keys: Those of the refs, in the order of the plan's sources.
-        made: (request, position) -> the ref of what the request makes there.
+        outputs: (request, position) -> the ref of what the request makes there.
         letters: Those that brought it, if a thread waits for their marks.
         deadline: When its caller's time limit is over.
         overdue: Who had not ended it when that was over, and what they did; None: it was not.
@@ -94,7 +94,7 @@ class PlanTracker:
     began_s: float = 0.0
     overdue: Overdue | None = None
     _first: tuple[int, RaycollectError, tuple[str, ...]] | None = None  # the first failure that was reported
-    _told = False  # whether the participants were told to abort
+    _is_aborted = False  # whether the participants were told to abort
     _is_explained = False  # whether the refs have told what they know of the failure
 
     _KIND: ClassVar[str] = PLAN  # what a timeline calls it
@@ -113,7 +113,7 @@ class PlanTracker:
         self.launches: range = range(seq, seq + plan.width)
         self.refs: Mapping[Key, Any] = refs
         self.groups: tuple[Membership, ...] = tuple(dict.fromkeys(memberships))
-        self.made: dict[tuple[int, int], Any] = {}
+        self.outputs: dict[tuple[int, int], Any] = {}
         self._memberships = memberships
         self.keys: tuple[Key, ...] = tuple(refs)
         self._is_chain = plan.width > 1  # a rank that waits in one launch does not hear that another one broke
@@ -162,7 +162,7 @@ class PlanTracker:
     @cached_property
     def writes(self) -> Mapping[Key, bool]:
         """Key -> whether it writes the tensor, for each ref that it uses."""
-        return {self.keys[one]: written for one, written in self.plan.uses().items()}  # type: ignore[call-overload]
+        return {self.keys[source]: written for source, written in self.plan.uses().items()}  # type: ignore[call-overload]
 
     def wait(self, timeout_s: float | None) -> bool:
         """Waits for the outcome; False: it is not known in time."""
@@ -274,7 +274,7 @@ class PlanTracker:
             if blobs is None:
                 return []
             if plan.commits and not message.group_id and message.round == rounds - 1:
-                if self._told or self.is_known:  # the others have given up, or will
+                if self._is_aborted or self.is_known:  # the others have given up, or will
                     return []
                 self.is_committed = True
         answers = _answers(message, blobs)
@@ -307,7 +307,7 @@ class PlanTracker:
                 key = max(self._gathers)
                 by_rank = self._by_rank(key[0], key[2])
                 homes = [self.location.home(by_rank[rank]) for rank in self._gathers[key].missing]
-            missing = [(group.rank_of(one.actor_id), one.actor) for group, one in homes]
+            missing = [(group.rank_of(member.actor_id), member.actor) for group, member in homes]
         self._resolve(self.location.locate(position, error, story, missing))
         know = self.location.heard(position, error) if isinstance(error, RefusedError) and position >= 0 else ()
         if len(know) == len(self.plan.participants):
@@ -317,8 +317,8 @@ class PlanTracker:
     def _abort(self, position: int, error: RaycollectError) -> Outgoing:
         """Tells all who have not ended to abort, once; not after the commit, when nobody waits for others."""
         with self._lock:
-            told, self._told = self._told or self.is_committed, True
-        if told:
+            was_aborted, self._is_aborted = self._is_aborted or self.is_committed, True
+        if was_aborted:
             return []
         if position < 0:
             reason = str(error)[:_MAX_REASON_CHARS]
@@ -329,14 +329,14 @@ class PlanTracker:
 
     def _resolve(self, error: RaycollectError | None) -> None:
         with self._lock:
-            known = self.is_known
-            if not known:
+            was_known = self.is_known
+            if not was_known:
                 self.error = error
                 self.is_known = True
                 watchers, self._watchers = self._watchers, []
         if self.refs:
             self._let_go()
-        if not known:
+        if not was_known:
             self._unresolved.release()
             if self.letters is not None:
                 self.letters.close()
@@ -354,11 +354,11 @@ class PlanTracker:
         with self._lock:
             if self._pending or not self.is_known:
                 return
-            kept: dict[Key, Any] = {}
+            absent: dict[Key, Any] = {}
             if isinstance(self.error, RefusedError) and not self._is_explained:
                 named = {violation.ref for violation in self.error.violations if violation.kind in ABSENT}
-                kept = {key: ref for key, ref in self.refs.items() if key.hex() in named}
-            dropped, self.refs = self.refs, kept
+                absent = {key: ref for key, ref in self.refs.items() if key.hex() in named}
+            dropped, self.refs = self.refs, absent
         del dropped  # not under the lock
 
 
@@ -394,14 +394,14 @@ def _log_abandoned(abandoned: list[bool], name: str, error: RaycollectError | No
 
 def _record(tracker: PlanTracker, ring: Ring) -> None:
     plan, error = tracker.plan, tracker.error
-    known = ring.labelled.get((id(plan),))  # of plans that are repeated; a new label may take some 60 us
-    number = ring.label_of(lambda: _label(tracker, ring), plan) if known is None else known[1]
+    cached = ring.labelled.get((id(plan),))  # of plans that are repeated; a new label may take some 60 us
+    number = ring.label_of(lambda: _label(tracker, ring), plan) if cached is None else cached[1]
     failed = "" if error is None else type(error).__name__
     ring.put(tracker._KIND, "", tracker.began_s, ring.clock(), tracker.seq, number, failed)
 
 
 def _label(tracker: PlanTracker, ring: Ring) -> Label:
-    specs = [one.spec for one in tracker.groups]
+    specs = [group.spec for group in tracker.groups]
     for spec in specs:
         ring.groups.setdefault(spec.group_id, TracedGroup.of(spec))
     plan, groups = tracker.plan, ",".join([spec.group_id for spec in specs])

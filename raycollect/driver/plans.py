@@ -51,17 +51,17 @@ class PlansUnderWay:
 
     def with_launch(self, launch: int) -> PlanTracker | None:
         """The plan, or run, that has that launch."""
-        return self.find(launch) or next((one for one in self.trackers() if launch in one.launches), None)
+        return self.find(launch) or next((tracker for tracker in self.trackers() if launch in tracker.launches), None)
 
     def trackers(self) -> list[PlanTracker]:
         """The plans that have not ended everywhere. What ends in shared memory is seen to have ended by asking."""
-        found = []
+        under_way = []
         for tracker in tuple(self._trackers.values()):
             if tracker.has_ended:
                 self.remove(tracker)
             elif tracker.seq in self._trackers:
-                found.append(tracker)
-        return found
+                under_way.append(tracker)
+        return under_way
 
     def of_group(self, membership: Membership) -> list[PlanTracker]:
         """The plans of a group that have not ended everywhere."""

@@ -119,16 +119,15 @@ class Progress:
     @property
     def laggard(self) -> RankProgress | None:
         """The participant that is far behind the others or keeps them waiting, if any."""
-        ahead = max((one.fraction for one in self.ranks), default=0.0)
-        some_begun = any(one.has_begun for one in self.ranks)
+        ahead = max((rank.fraction for rank in self.ranks), default=0.0)
+        some_begun = any(rank.has_begun for rank in self.ranks)
 
-        def is_behind(one: RankProgress) -> bool:
-            return (some_begun and not one.has_begun) or ahead - one.fraction > FAR_BEHIND
+        def is_behind(rank: RankProgress) -> bool:
+            return (some_begun and not rank.has_begun) or ahead - rank.fraction > FAR_BEHIND
 
-        late = [
-            one for one in self.ranks if not one.has_ended and (not one.answers or (one.is_heard and is_behind(one)))
-        ]
-        return min(late, key=lambda one: (one.answers, one.has_begun, one.fraction, one.rank), default=None)
+        running = [rank for rank in self.ranks if not rank.has_ended]
+        late = [rank for rank in running if not rank.answers or (rank.is_heard and is_behind(rank))]
+        return min(late, key=lambda rank: (rank.answers, rank.has_begun, rank.fraction, rank.rank), default=None)
 
     def __str__(self) -> str:
         if not self.total_nbytes:
@@ -154,7 +153,9 @@ class ProgressProbe:
         self._tracker = tracker
         self._clock = clock or time.monotonic
         self._began_s = began_s
-        self._asked: list[tuple[Future[Any], float] | None] = [None] * count  # open questions, and when they were asked
+        self._questions: list[tuple[Future[Any], float] | None] = [
+            None
+        ] * count  # open questions, and when they were asked
         self._said: list[Measured | None] = [None] * count  # the last answers, of which no number goes back
         self._most = 0
         self._samples = deque([(began_s, 0)])  # (time, bytes done): the last before there was anything, and then all
@@ -164,19 +165,19 @@ class ProgressProbe:
     def ask(self) -> None:
         """Asks those who have not ended and have answered the last question."""
         tracker = self._tracker
-        for at, asked in enumerate(self._asked):
-            if asked is None and tracker.is_pending(at):
-                question = self._participants.measure(tracker.member(at), tracker.seq)
-                self._asked[at] = None if question is None else (question, self._clock())
+        for at, question in enumerate(self._questions):
+            if question is None and tracker.is_pending(at):
+                answer = self._participants.measure(tracker.member(at), tracker.seq)
+                self._questions[at] = None if answer is None else (answer, self._clock())
 
     def hear(self, timeout_s: float = 0.0) -> None:
         """Takes the answers that are there, or arrive within `timeout_s` seconds."""
         if timeout_s:
-            answered([asked and asked[0] for asked in self._asked], timeout_s)
-        for at, asked in enumerate(self._asked):
-            if asked is None or not asked[0].done():
+            answered([question and question[0] for question in self._questions], timeout_s)
+        for at, question in enumerate(self._questions):
+            if question is None or not question[0].done():
                 continue
-            said, before, self._asked[at] = asked[0].result(), self._said[at], None
+            said, before, self._questions[at] = question[0].result(), self._said[at], None
             if isinstance(said, Measured) and min(said.done, said.total, said.lent) >= 0:
                 total = said.total or (0 if before is None else before.total)  # who has ended has nothing to tell
                 done = max(0 if before is None else before.done, min(said.done, total))
@@ -191,10 +192,10 @@ class ProgressProbe:
         went_well = tracker.resolved and tracker.error is None
         credit = 0.0 if went_well else self._credit()
         ranks = tuple(self._rank(at, credit, now_s) for at in range(len(self._said)))
-        told = [one for one in ranks if one.total_nbytes]
-        each = sum(one.total_nbytes for one in told) // max(len(told), 1)
-        total = sum(one.total_nbytes or each for one in ranks)
-        done = sum(int(one.fraction * (one.total_nbytes or each)) for one in ranks)
+        heard = [rank for rank in ranks if rank.total_nbytes]
+        each = sum(rank.total_nbytes for rank in heard) // max(len(heard), 1)
+        total = sum(rank.total_nbytes or each for rank in ranks)
+        done = sum(int(rank.fraction * (rank.total_nbytes or each)) for rank in ranks)
         done = self._most = total if went_well else min(max(done, self._most), total)
         rate = self._rate(now_s, done, total)
         return Progress(
@@ -208,9 +209,9 @@ class ProgressProbe:
 
     def _credit(self) -> float:
         """The part of lent bytes that counts as done: the same as of all others."""
-        said = [one for one in self._said if one is not None]
-        rest = sum(one.total - one.lent for one in said)
-        return min(sum(one.done for one in said) / rest, 1.0) if rest > 0 else 0.0
+        said = [answer for answer in self._said if answer is not None]
+        rest = sum(answer.total - answer.lent for answer in said)
+        return min(sum(answer.done for answer in said) / rest, 1.0) if rest > 0 else 0.0
 
     def _rate(self, now_s: float, done: int, total: int) -> float:
         samples = self._samples
@@ -228,7 +229,7 @@ class ProgressProbe:
         return (done - before) / (now_s - since_s) if now_s > since_s else 0.0
 
     def _rank(self, at: int, credit: float, now_s: float) -> RankProgress:
-        tracker, said, asked = self._tracker, self._said[at] or _NOTHING, self._asked[at]
+        tracker, said, question = self._tracker, self._said[at] or _NOTHING, self._questions[at]
         member = tracker.member(at)
         has_ended = tracker.error is None and (tracker.resolved or not tracker.is_pending(at) or said.has_ended)
         done = said.done + min(int(said.lent * credit), said.total - said.done)
@@ -240,7 +241,7 @@ class ProgressProbe:
             has_begun=has_ended or said.has_begun,
             has_ended=has_ended,
             is_heard=has_ended or said is not _NOTHING,
-            answers=has_ended or asked is None or now_s - asked[1] < SILENT_S,
+            answers=has_ended or question is None or now_s - question[1] < SILENT_S,
         )
 
 

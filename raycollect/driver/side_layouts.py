@@ -50,10 +50,10 @@ class SideLayouts:
             self.layouts, missing = naming.of_held(self._said, _keys(held))
             self._read(missing, held)
             return
-        known = [name for name in names if not naming.is_pattern(name)]
-        if not self._said or not known:
+        concrete = [name for name in names if not naming.is_pattern(name)]
+        if not self._said or not concrete:
             self._unknown()
-        self.layouts, _ = naming.of_names(self._said, known)  # the planner tells which are missing
+        self.layouts, _ = naming.of_names(self._said, concrete)  # the planner tells which are missing
 
     def resolve(self, names: Iterable[str], look: Callable[[], Sequence[HeldTensors] | None]) -> None:
         """Names the layouts as the other side does; `look` tells what the refs hold, for what has no layout then."""
@@ -71,15 +71,15 @@ class SideLayouts:
     def _read(self, names: Iterable[str], held: Sequence[HeldTensors]) -> None:
         missing = []
         for name in names:
-            placements = [one.get(name) for one in held]
+            placements = [tensors.get(name) for tensors in held]
             if not any(placements):
                 missing.append(name)
                 continue
-            found = layout_of_side(self._side, name, placements)
-            if isinstance(found, Layout):
-                self.layouts[name] = found
+            layout = layout_of_side(self._side, name, placements)
+            if isinstance(layout, Layout):
+                self.layouts[name] = layout
             else:
-                self.violations += found
+                self.violations += layout
         if missing:
             self.violations.append(naming.unmatched(self._side, missing, self._said))
 
@@ -90,4 +90,4 @@ class SideLayouts:
 
 
 def _keys(held: Sequence[HeldTensors]) -> list[str]:
-    return list(dict.fromkeys(name for one in held for name in one))
+    return list(dict.fromkeys(name for tensors in held for name in tensors))

@@ -132,14 +132,12 @@ class Attention(timers.Watcher):
         tracker = self._tracker
         members = [tracker.member(at) for at in range(len(tracker.plan.participants))]
         seen = self._controller.participants.look(members, LOOK_S)
-        left = [
-            at for at, one in enumerate(seen) if tracker.is_pending(at) and (one is None or one.ended < tracker.seq)
-        ]
+        left = [at for at, answer in enumerate(seen) if tracker.is_pending(at) and not _is_past(tracker, answer)]
         return frozenset(left if len(left) < len(seen) else ())
 
     def _end(self, positions: Sequence[int]) -> None:
         tracker = self._tracker
-        names = listed(f"rank {one.rank} ({one.actor})" for one in map(tracker.member, positions))
+        names = listed(f"rank {member.rank} ({member.actor})" for member in map(tracker.member, positions))
         error = CollectiveTimeoutError(
             missing=tuple(tracker.member(at).rank for at in positions),
             timeout_s=self._limit_s,
@@ -150,7 +148,7 @@ class Attention(timers.Watcher):
 
 def _warn(controller: Controller, tracker: PlanTracker) -> None:
     late = _pending(tracker)
-    told = listed(_reports(tracker, late, _asked(controller, tracker, late, LOOK_S)), "\n  - ")
+    reports = listed(_reports(tracker, late, _ask(controller, tracker, late, LOOK_S)), "\n  - ")
     if tracker.resolved:  # meanwhile
         return
     _log.warning(
@@ -159,7 +157,7 @@ def _warn(controller: Controller, tracker: PlanTracker) -> None:
         tracker.group_name,
         tracker.seq,
         QUIET_S,
-        told,
+        reports,
     )
 
 
@@ -177,16 +175,16 @@ def _explain_delay(
     overdue = tracker.overdue if error is tracker.error else None
     if overdue is not None:
         seen = look_answers(overdue.looks, min(timeout_s, LOOK_S))
-        left = [one for one in overdue.late if not _is_past(tracker, seen[one.actor_id])]
+        left = [member for member in overdue.late if not _is_past(tracker, seen[member.actor_id])]
         _name(error, tracker, overdue, left, seen, timeout_s)
     else:
-        group = next((one for one in tracker.groups if one.spec.name == error.group_name), None)
+        group = next((group for group in tracker.groups if group.spec.name == error.group_name), None)
         members = group.members if group is not None else ()
         named = [members[rank] for rank in error.missing if rank < len(members)]
         told_of = named or _pending(tracker)
-        seen = _asked(controller, tracker, told_of, timeout_s)
+        seen = _ask(controller, tracker, told_of, timeout_s)
         error.reports = _reports(tracker, told_of, seen)
-    cut = {link for one in seen.values() if one is not None for link in one.cut}
+    cut = {link for answer in seen.values() if answer is not None for link in answer.cut}
     error.cut = tuple(sorted({*error.cut, *sockets.cut_links(), *cut}))
 
 
@@ -202,44 +200,44 @@ def _name(
     reports = _reports(tracker, late, seen)
     absent = _absent(reports)
     named = absent or _reports(tracker, _stuck(tracker, overdue, timeout_s), seen)
-    error.reports, error.missing = named or reports, tuple([one.rank for one in named])
-    names = [f"rank {one.rank} ({one.actor})" for one in error.reports]
+    error.reports, error.missing = named or reports, tuple([report.rank for report in named])
+    names = [f"rank {report.rank} ({report.actor})" for report in error.reports]
     error.detail = error.describe_missing(names, ()) if absent else error.unfinished(names)
 
 
 def _stuck(tracker: PlanTracker, overdue: Overdue, timeout_s: float) -> list[Member]:
     """Who did not leave an overdue plan at its abort, as others did."""
-    found = overdue.stuck.result() if answered([overdue.stuck], min(timeout_s, LOOK_S)) else ()
-    return [tracker.member(at) for at in found] if len(found) < len(tracker.plan.participants) else []
+    positions = overdue.stuck.result() if answered([overdue.stuck], min(timeout_s, LOOK_S)) else ()
+    return [tracker.member(at) for at in positions] if len(positions) < len(tracker.plan.participants) else []
 
 
 def _absent(reports: Sequence[RankReport]) -> tuple[RankReport, ...]:
     """Who did not come, of those who have not ended a plan in time; empty where all are in its kernels."""
-    some_wait = any(one.step.endswith(IN_CHECK) for one in reports)
+    some_wait = any(report.step.endswith(IN_CHECK) for report in reports)
 
-    def is_here(one: RankReport) -> bool:
-        if not one.answers or not one.has_begun or not one.step or one.step.endswith(_NOT_READY):
+    def is_here(report: RankReport) -> bool:
+        if not report.answers or not report.has_begun or not report.step or report.step.endswith(_NOT_READY):
             return False
-        return one.step.endswith(IN_CHECK) or not some_wait
+        return report.step.endswith(IN_CHECK) or not some_wait
 
-    return tuple([one for one in reports if not is_here(one)])
+    return tuple([report for report in reports if not is_here(report)])
 
 
-def _asked(
+def _ask(
     controller: Controller, tracker: PlanTracker, members: Sequence[Member], timeout_s: float
 ) -> dict[str, Seen | None]:
     """What members, and all who take part, say of themselves, by actor: those who wait know since when."""
     everyone = [tracker.member(at) for at in range(len(tracker.plan.participants))]
-    asked = list({one.actor_id: one for one in (*members, *everyone)}.values())
-    said = controller.participants.look(asked, min(timeout_s, LOOK_S))
-    return dict(zip((one.actor_id for one in asked), said, strict=True))
+    everybody = list({member.actor_id: member for member in (*members, *everyone)}.values())
+    said = controller.participants.look(everybody, min(timeout_s, LOOK_S))
+    return dict(zip((member.actor_id for member in everybody), said, strict=True))
 
 
 def _reports(
     tracker: PlanTracker, members: Sequence[Member], seen: Mapping[str, Seen | None]
 ) -> tuple[RankReport, ...]:
     """What members that take part in a plan are doing; those who have not begun it come first."""
-    found = [
+    reports = [
         report_of(
             member.rank,
             member.actor,
@@ -250,7 +248,7 @@ def _reports(
         )
         for member in members
     ]
-    return tuple(sorted(found, key=lambda report: report.has_begun))
+    return tuple(sorted(reports, key=lambda report: report.has_begun))
 
 
 def step_of(tracker: PlanTracker, seen: Seen | None) -> str:
@@ -267,7 +265,7 @@ def awaited_s(tracker: PlanTracker, actor_id: str, seen: Mapping[str, Seen | Non
     if position < 0 or _has_done(tracker, mine):
         return 0.0
     last = max(_checks(tracker, mine), default=-1)
-    others = [_checks(tracker, one).items() for other, one in seen.items() if other != actor_id]
+    others = [_checks(tracker, answer).items() for other, answer in seen.items() if other != actor_id]
     at = {check: position in tracker.plan.places_at(check - tracker.seq) for checks in others for check, _ in checks}
     waits = [s for checks in others for check, s in checks if check > last and at[check]]
     return max(waits, default=0.0)

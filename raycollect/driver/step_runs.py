@@ -134,10 +134,10 @@ class RunTracker(PlanTracker):
 
 @dataclass(frozen=True, eq=False)
 class _StepErrorLocator(ErrorLocator):
-    """Also names the calls and values of the step, by `told`."""
+    """Also names the calls and values of the step, by `reword`."""
 
     plan: StepPlan
-    told: Callable[[RaycollectError], RaycollectError]
+    reword: Callable[[RaycollectError], RaycollectError]
 
     def home(self, position: int) -> tuple[Membership, Member]:
         return self.plan.homes[max(position, 0)]
@@ -149,12 +149,12 @@ class _StepErrorLocator(ErrorLocator):
         self, position: int, error: RaycollectError, story: tuple[str, ...], missing_now: RankNames
     ) -> RaycollectError:
         if position < 0 and isinstance(error, CollectiveTimeoutError):
-            return self.told(error)  # it says all
+            return self.reword(error)  # it says all
         method = error.op if isinstance(error, MethodError) else ""
-        found = super().locate(position, error, story, missing_now)
-        if method and isinstance(found, FaultError):
-            found.op = method
-        return self.told(found)
+        located = super().locate(position, error, story, missing_now)
+        if method and isinstance(located, FaultError):
+            located.op = method
+        return self.reword(located)
 
 
 class StepRuns:
@@ -172,13 +172,13 @@ class StepRuns:
         doorbell: Doorbell | None = None,
         slots: Sequence[int] = (),
         peers: Sequence[ParticipantLink] = (),
-        told: Callable[[RaycollectError], RaycollectError] = lambda error: error,
+        reword: Callable[[RaycollectError], RaycollectError] = lambda error: error,
     ) -> None:
         self.step_plan = step_plan
         self.memberships: tuple[Membership, ...] = tuple(memberships)
         self.refs: dict[Key, Any] = dict(refs)
         self.is_closed: bool = False
-        self.location: ErrorLocator = _StepErrorLocator(step_plan, self.memberships, tuple(keys), told)
+        self.location: ErrorLocator = _StepErrorLocator(step_plan, self.memberships, tuple(keys), reword)
         self._failure: RaycollectError | None = None
         written = {keys[source]: writes for source, writes in step_plan.uses().items()}  # type: ignore[call-overload]
         self.writes: dict[Key, bool] = {**written, **dict.fromkeys(step_plan.touched, True)}
@@ -219,12 +219,12 @@ class StepRuns:
     def _crowded(self, oldest: RunTracker, deadline: Deadline) -> CollectiveTimeoutError:
         """No run could begin in time, as as many as may be under way are."""
         late = [home for at, home in enumerate(self.step_plan.homes) if oldest.is_pending(at)]
-        names = listed(f"rank {one.rank} ({one.actor})" for _, one in late)
+        names = listed(f"rank {member.rank} ({member.actor})" for _, member in late)
         return CollectiveTimeoutError(
             op=self.step_plan.name,
             group_name=oldest.group_name,
             detail=f"{IN_FLIGHT} runs are under way, and run {oldest.place} has not ended in time on {names}",
-            missing=tuple([one.rank for group, one in late if group is late[0][0]]),
+            missing=tuple([member.rank for group, member in late if group is late[0][0]]),
             timeout_s=deadline.timeout_s,
         )
 
@@ -265,12 +265,12 @@ class StepRuns:
 
     def _calls_before(self) -> list[bytes]:
         """The last call of each actor, behind which the next run comes."""
-        found = []
+        preceding = []
         for (peer, _), passed in zip(self._links, self._passed, strict=True):
             calls = peer.calls
             last = NOTHING if calls is None else calls.last  # without an order of its methods there is none
-            found.append(UNKNOWN_TASK if last is None else NOTHING if last == passed else last)
-        return found
+            preceding.append(UNKNOWN_TASK if last is None else NOTHING if last == passed else last)
+        return preceding
 
     def _send(self, arguments: Sequence[bytes], deadline: Deadline, after: list[bytes]) -> RunTracker:
         """Sends a run to all, behind the calls `after`."""

@@ -87,50 +87,50 @@ def get(refs: Any, timeout_s: float | None = None, *, ordered: bool = False) -> 
 def _get(refs: Any, until_s: float, ordered: bool) -> Any:
     leaves = list(map(plain, _leaves(refs)))
     _wait_for_writers(leaves, until_s)
-    values = _found_all(leaves, until_s)
+    values = _values(leaves, until_s)
     if ordered:
-        _pass_fences([one for one in values if isinstance(one, Handle)], until_s)
+        _pass_fences([value for value in values if isinstance(value, Handle)], until_s)
     return _filled(refs, iter(_fetched(values, until_s)))
 
 
 def _leaves(refs: Any) -> Iterator[Any]:
     if isinstance(refs, list):
-        for one in refs:
-            yield from _leaves(one)
+        for ref in refs:
+            yield from _leaves(ref)
     else:
         yield refs
 
 
 def _filled(refs: Any, values: Iterator[Any]) -> Any:
-    return [_filled(one, values) for one in refs] if isinstance(refs, list) else next(values)
+    return [_filled(ref, values) for ref in refs] if isinstance(refs, list) else next(values)
 
 
 def _pass_fences(handles: Sequence[Handle], until_s: float) -> None:
     """Waits until the actors have done all methods that were submitted before."""
-    actors = {one.actor_id: ray_actors.actor_handle(one.actor_id) for one in handles}
-    for one in handles:
-        if actors[one.actor_id] is None:
-            found, expected = f"True, and this process never had a handle of {one.actor}", "False without one"
-            raise refusal("get", "", (wrong_argument("ordered", found, expected),))
+    actors = {handle.actor_id: ray_actors.actor_handle(handle.actor_id) for handle in handles}
+    for handle in handles:
+        if actors[handle.actor_id] is None:
+            actual, expected = f"True, and this process never had a handle of {handle.actor}", "False without one"
+            raise refusal("get", "", (wrong_argument("ordered", actual, expected),))
     for fence in [actor._raycollect_fence.remote() for actor in actors.values()]:
-        _found(fence, until_s)
+        _value(fence, until_s)
 
 
 def _fetched(values: Iterable[Any], until_s: float) -> list[Any]:
     """Values, with those of handles fetched: from several holders at once, unless threads would take longer."""
-    found = list(values)
+    fetched = list(values)
     ends_s = max(until_s, time.monotonic() + _COPY_S)
     of_holders: dict[Address, list[int]] = {}
     nbytes = 0
-    for at, one in enumerate(found):
-        if isinstance(one, Handle):
-            of_holders.setdefault(one.address, []).append(at)
-            nbytes += sum(info.nbytes for info in one.infos)
+    for at, value in enumerate(fetched):
+        if isinstance(value, Handle):
+            of_holders.setdefault(value.address, []).append(at)
+            nbytes += sum(info.nbytes for info in value.infos)
 
     def fetch_some(places: Sequence[int]) -> None:
         for at in places:
-            handle = found[at]
-            found[at] = handle.fetch() if ends_s == math.inf else handle.fetch(ends_s - time.monotonic())
+            handle = fetched[at]
+            fetched[at] = handle.fetch() if ends_s == math.inf else handle.fetch(ends_s - time.monotonic())
 
     groups, at_once = list(of_holders.values()), _AT_ONCE if nbytes >= _AT_ONCE_FROM_NBYTES else 1
     mine, *others = [[*chain.from_iterable(groups[first::at_once])] for first in range(at_once)]
@@ -141,9 +141,9 @@ def _fetched(values: Iterable[Any], until_s: float) -> list[Any]:
         except RuntimeError:  # no thread can be started
             fetch_some(places)
     fetch_some(mine)
-    for one in fetching:
-        one.result()
-    return found
+    for value in fetching:
+        value.result()
+    return fetched
 
 
 def free(refs: Any, *, timeout_s: float | None = None) -> int:
@@ -171,28 +171,28 @@ def free(refs: Any, *, timeout_s: float | None = None) -> int:
     leaves = list(map(plain, refs if isinstance(refs, (list, tuple)) else [refs]))
     _wait_for_writers(leaves, until_s, readers=True)
     held: dict[Address, list[Handle]] = {}
-    for ref, value in zip(leaves, _found_all(leaves, until_s), strict=True):
+    for ref, value in zip(leaves, _values(leaves, until_s), strict=True):
         if not isinstance(value, Handle):
-            found = f"one of {a_type(value)}, which is not kept"
-            violation = Violation(kind="not_tensor", field="ref", found=found, ref=ref.hex())
+            actual = f"one of {a_type(value)}, which is not kept"
+            violation = Violation(kind="not_tensor", field="ref", found=actual, ref=ref.hex())
             raise NotATensorError(op="free", group_name="", violations=(violation,))
         held.setdefault(value.address, []).append(value)
     for address, handles in held.items():
-        first, keys = handles[0], list(dict.fromkeys(one.key for one in handles))
+        first, keys = handles[0], list(dict.fromkeys(handle.key for handle in handles))
         count += fetch.free(address, keys, actor=first.actor, incarnation=first.incarnation)
     return count
 
 
-def _found_all(refs: Sequence[Any], until_s: float) -> list[Any]:
+def _values(refs: Sequence[Any], until_s: float) -> list[Any]:
     """What refs stand for; Ray brings all of them here at once."""
-    awaited = list(dict.fromkeys(one for one in refs if isinstance(one, ray.ObjectRef)))
+    awaited = list(dict.fromkeys(ref for ref in refs if isinstance(ref, ray.ObjectRef)))
     if len(awaited) > 1 and not any(map(direct_transport.is_direct, awaited)):
-        with suppress(ValueError):  # Ray knows no owner of one of them: `_found` names it
+        with suppress(ValueError):  # Ray knows no owner of one of them: `_value` names it
             ray.wait(awaited, num_returns=len(awaited), timeout=_left_s(until_s))
-    return [_found(one, until_s) for one in refs]
+    return [_value(ref, until_s) for ref in refs]
 
 
-def _found(ref: Any, until_s: float) -> Any:
+def _value(ref: Any, until_s: float) -> Any:
     if isinstance(ref, Handle):
         return ref
     try:
@@ -207,8 +207,8 @@ def _found(ref: Any, until_s: float) -> Any:
         if not actor_id or (actor is not None and not is_participant(actor)):
             raise
         who = "" if actor is None else ray_actors.describe_actor(actor)
-        found = f"lost with its actor ({type(exc).__name__})"
-        lost = Violation(kind="lost", field="tensor", found=found, actor=who, ref=key.hex())
+        actual = f"lost with its actor ({type(exc).__name__})"
+        lost = Violation(kind="lost", field="tensor", found=actual, actor=who, ref=key.hex())
         raise TensorLostError(op="get", group_name="", violations=(lost,)) from exc
 
 
@@ -217,7 +217,7 @@ def _left_s(until_s: float) -> float | None:
 
 
 def _wait_for_writers(refs: Iterable[Any], until_s: float, *, readers: bool = False) -> None:
-    keys = [one.key if isinstance(one, Handle) else Key(one.binary()) for one in refs if isinstance(one, _HELD)]
+    keys = [ref.key if isinstance(ref, Handle) else Key(ref.binary()) for ref in refs if isinstance(ref, _HELD)]
     controller = Controller.current()
     for tracker in controller.plans.trackers():
         written = [tracker.writes[key] for key in keys if key in tracker.writes]

@@ -177,7 +177,7 @@ class UnderWay(BoundToProcess, ABC):
             return None
         return far if far.total_nbytes else None
 
-    def _html(self, kind: str, title: str, *told: tuple[str, object]) -> html.Markup:
+    def _html(self, kind: str, title: str, *own: tuple[str, object]) -> html.Markup:
         tracker, count = self._tracker, len(self._tracker.plan.participants)
         state, is_known, error = self._state, tracker.resolved, tracker.error
         ended = count if is_known and error is None else self._ended()
@@ -186,8 +186,8 @@ class UnderWay(BoundToProcess, ABC):
         facts = [
             ("bytes", far or ""),
             ("ended", f"{ended} of {counted(count, 'participant')}" if ended or is_known else ""),
-            ("not ended", listed((f"rank {one.rank} ({one.actor})" for one in late), most=MOST_NAMED)),
-            *told,
+            ("not ended", listed((f"rank {member.rank} ({member.actor})" for member in late), most=MOST_NAMED)),
+            *own,
             ("error", "" if error is None else html.failure(error)),
         ]
         if far is not None and not is_known:
@@ -226,7 +226,7 @@ class Work(UnderWay):
     def _outcome(self) -> Any:
         error = _explain(self._tracker)
         if error is not None:
-            retrieve_errors(self._tracker.made.values())
+            retrieve_errors(self._tracker.outputs.values())
             raise copy_error(error)
         self.refs = with_results(self.refs)
         return self.refs
@@ -311,7 +311,7 @@ def abort(controller: Controller, tracker: PlanTracker, why: str) -> bool:
     if tracker.resolved or tracker.is_committed:
         return False
     controller.plans.fail(tracker, PlanAbortedError(detail=why))
-    retrieve_errors(tracker.made.values())
+    retrieve_errors(tracker.outputs.values())
     return True
 
 
@@ -356,11 +356,11 @@ def look_into(violation: Violation, ref: Any, deadline: Deadline) -> tuple[Viola
         value = exc.with_traceback(None)
     if isinstance(value, Handle):
         return violation, None
-    kind, found, expected = absence(value)
+    kind, actual, expected = absence(value)
     if kind == "lost":
         kind, expected = violation.kind, violation.expected
     cause = value if isinstance(value, RayError) else None
-    return replace(violation, kind=kind, found=found, expected=expected), cause
+    return replace(violation, kind=kind, found=actual, expected=expected), cause
 
 
 def absence(value: Any) -> tuple[str, str, str]:

@@ -228,8 +228,8 @@ def _taking_tokens(handle: Any) -> Any:
     signatures = getattr(handle, "_ray_method_signatures", None)
     if not isinstance(signatures, dict):
         return None
-    made = object.__new__(type(handle))
-    made.__dict__.update(handle.__dict__)
-    made._ray_weak_ref = True
-    made._ray_method_signatures = {name: [_TOKEN, *known] for name, known in signatures.items()}
-    return made
+    weak = object.__new__(type(handle))
+    weak.__dict__.update(handle.__dict__)
+    weak._ray_weak_ref = True
+    weak._ray_method_signatures = {name: [_TOKEN, *parameters] for name, parameters in signatures.items()}
+    return weak

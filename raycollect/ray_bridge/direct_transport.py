@@ -36,7 +36,7 @@ class Returned:
 
     def __reduce__(self) -> tuple[Any, ...]:
         taken = _taken_types()
-        if taken and all(one in taken for one in self._types):
+        if taken and all(kind in taken for kind in self._types):
             # Pickled by itself: Ray counts the token, and only who looks for the handle unpickles it. Where the actor
             # that owns the token did, as it gets its own tensors back, Ray 2.60 would count it for ever.
             return _arrived, (self._value, cloudpickle.dumps(self._handle))
@@ -120,20 +120,20 @@ def _get(ref: Any, timeout_s: float | None) -> Any:
     if not is_direct(ref):
         return ray.get(ref, timeout=timeout_s)
     if "rdt_objects" not in inspect.signature(global_worker.deserialize_objects).parameters:
-        found = f"that of Ray {ray.__version__}"
+        handle = f"that of Ray {ray.__version__}"
         expected = "that of Ray 2.57 to 2.60, or a method without tensor_transport"
-        wrong = Violation(kind="unsupported", rank=-1, field="tensor_transport", found=found, expected=expected)
+        wrong = Violation(kind="unsupported", rank=-1, field="tensor_transport", found=handle, expected=expected)
         raise refusal("get", "", (wrong,))
     timeout_ms = -1 if timeout_s is None else int(timeout_s * 1000)
     serialized = core_worker().get_objects([ref], timeout_ms)
     _peek.wanted, _peek.found = True, None
     try:
         global_worker.deserialize_objects(serialized, [ref], rdt_objects={ref.hex(): _Untouched()})
-        found = _peek.found
+        handle = _peek.found
     finally:
         _peek.wanted, _peek.found = False, None
-    if found is not None:
-        return found
+    if handle is not None:
+        return handle
     of_any: Any = ray.get  # its types leave out what is used here: not every transport reaches this process
     return of_any(ref, timeout=timeout_s, _use_object_store=True)
 

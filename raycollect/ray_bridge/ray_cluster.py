@@ -21,11 +21,11 @@ NAMESPACE = b"raycollect"
 def living_workers() -> frozenset[str]:
     """The `worker_id` of each living process. Ray does not mark those of a dead node, so its nodes are asked too."""
     table = map(_messages.WorkerTableData.FromString, state._connect_and_get_accessor().get_worker_table())
-    nodes = {one["NodeID"] for one in ray.nodes() if one["Alive"]}
+    nodes = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     return frozenset(
-        one.worker_address.worker_id.hex()
-        for one in table
-        if one.is_alive and one.worker_address.node_id.hex() in nodes
+        worker.worker_address.worker_id.hex()
+        for worker in table
+        if worker.is_alive and worker.worker_address.node_id.hex() in nodes
     )
 
 
@@ -94,8 +94,8 @@ class ClusterTables:
 
     def actor(self, actor_id: str) -> Mapping[str, Any]:
         """Ray's ``State``, ``Pid`` and ``NumRestarts`` of an actor; empty if Ray does not know it any more."""
-        found: Mapping[str, Any] = self._state.actor_table(actor_id)
-        return found
+        row: Mapping[str, Any] = self._state.actor_table(actor_id)
+        return row
 
 
 def cluster_address(named: str) -> str:

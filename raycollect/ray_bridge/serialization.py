@@ -62,9 +62,10 @@ def take_over(kind: type, form: Callable[[Any], Any | None]) -> bool:
 
 def as_bytes(data: bytes, ref: Any) -> Any:
     """What arrives as bytes; Ray counts a ref with it."""
-    made = _raylet_types.RawSerializedObject(data)
-    _raylet_types.SerializedObject.__init__(made, made.metadata, [ref])  # which the class has no argument for
-    return made
+    serialized = _raylet_types.RawSerializedObject(data)
+    # The class has no argument for the ref
+    _raylet_types.SerializedObject.__init__(serialized, serialized.metadata, [ref])
+    return serialized
 
 
 def as_pickled(pickled: bytes, ref: Any) -> Any:
@@ -84,7 +85,7 @@ def _of_pickles() -> tuple[bytes, bytes]:
 def _is_supported() -> bool:
     try:
         forms = as_bytes(b"", None), as_pickled(b"", None)
-        return all(one.contained_object_refs == [None] for one in forms)
+        return all(form.contained_object_refs == [None] for form in forms)
     except Exception as exc:  # noqa: BLE001 - another Ray
         threads.failed("looking for a short way through Ray's serialization", exc)
         return False
@@ -93,7 +94,7 @@ def _is_supported() -> bool:
 def _with_forms(serialize: Callable[..., Any]) -> Callable[..., Any]:
     def short(self: SerializationContext, value: Any) -> Any:
         form = _forms.get(type(value))
-        made = None if form is None else form(value)
-        return serialize(self, value) if made is None else made
+        serialized = None if form is None else form(value)
+        return serialize(self, value) if serialized is None else serialized
 
     return short

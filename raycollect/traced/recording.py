@@ -110,8 +110,8 @@ class TracedRecording(Recording):
             inner = value.value
             if type(inner) is not Pending:
                 return Fixed(lambda: inner)
-            self.kept.append(self._own(inner))
-            return -len(self.kept)  # kept values follow the values of a run, the last one first
+            self.retained.append(self._own(inner))
+            return -len(self.retained)  # kept values follow the values of a run, the last one first
         if type(value) in (Argument, Pending):
             return super()._leaf(leaves, value, where)
         if not isinstance(value, ray.ObjectRef):

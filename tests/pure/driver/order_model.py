@@ -314,7 +314,7 @@ class Fleet:
 
     def _assert_made(self, tracker: PlanTracker, number: int, call: Call, expected: Any) -> None:
         for rank, one in enumerate(call.at):
-            ref = tracker.made[(number, tracker.plan.positions[f"{one:032x}"])]
+            ref = tracker.outputs[(number, tracker.plan.positions[f"{one:032x}"])]
             found = self.sites[one].store.look(ref.key)
             assert not isinstance(found, Absence)
             np.testing.assert_array_equal(found.tensors[0], expected, err_msg=f"rank {rank}")
