@@ -56,12 +56,12 @@ class StepRequests(RequestList):
         """Drops the method calls, too."""
         super().clear()
         self.calls: list[MethodCall] = []
-        self.outputs: dict[tuple[int, str], Pending] = {}  # (request, actor) -> what it makes there
+        self.outputs: dict[tuple[int, str], Pending] = {}  # (request, actor) -> its output there
         self.steps: list[int] = []  # the place of each collective among all calls
         self.firsts: list[int] = []  # the first request of each plan
 
     def promise(self, actor_id: str) -> Pending:
-        """Stands for what the next collective makes on an actor, in each run."""
+        """A placeholder for the next collective's output on an actor, in each run."""
         pending = self.outputs[len(self.requests), actor_id] = super().promise(actor_id)
         pending.step = self._count()
         if self._is_traced:
@@ -78,7 +78,7 @@ class StepRequests(RequestList):
     def call(
         self, actor: Any, actor_id: str, method: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
     ) -> Pending:
-        """Records a method call; returns what stands for its value in each run."""
+        """Records a method call; returns a placeholder for its value in each run."""
         self.end_plan()
         step = self._count()
         value = Pending(self, -1, actor_id, step=step, key=captured_key(self._capture, step))
@@ -91,14 +91,14 @@ class StepRequests(RequestList):
         return value
 
     def end_plan(self) -> None:
-        """Ends the current plan: later plans may use what it makes."""
+        """Ends the current plan: later plans may use its outputs."""
         self._first = len(self.requests)
         for pending in self._pending:
             pending.key = captured_key(self._capture, pending.step)
         self._pending.clear()
 
     def seal(self) -> None:
-        """Ends the recording: placeholders do not keep it any more."""
+        """Ends the recording: placeholders drop their references to it."""
         for pending in (*self.outputs.values(), *(call.value for call in self.calls)):
             pending._settle(None, "its captured step has been recorded")
 

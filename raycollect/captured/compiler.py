@@ -21,7 +21,7 @@ _LAST_STEP = (1 << 32) - 1
 
 
 class _ProgramBuilder:
-    """The step program of one participant while it is written: first what its slots hold, then its actions."""
+    """Builds the step program of one participant: first the contents of its slots, then its actions."""
 
     def __init__(self) -> None:
         self.refs: dict[Key, Any] = {}
@@ -76,7 +76,7 @@ class StepCompiler:
     def __init__(self, capture: bytes, request_list: StepRequests, staging: int, words: StepErrorText) -> None:
         self._capture = capture
         self._request_list = request_list
-        self._handles = list(request_list.refs)  # a key, or what stands for a captured value
+        self._handles = list(request_list.refs)  # a key, or the placeholder of a captured value
         self.keys: tuple[Key, ...] = tuple(map(_key_of, self._handles))
         self._prepared = self._plan(staging, words)
         planned = [actor_id for prepared in self._prepared for actor_id in prepared.plan.participants]
@@ -200,10 +200,10 @@ class StepCompiler:
         builder.returns.append(builder.slot(handle))
         return self.participants.index(actor_id), len(builder.returns) - 1
 
-    # ------------------------------------------------------------------------------------------ what was written
+    # ------------------------------------------------------------------------------------------ results
 
     def step_program(self, position: int) -> StepProgram:
-        """What a participant does in each run."""
+        """A participant's step program."""
         requests = sum(len(prepared.plan.requests) for prepared in self._prepared)
         return self._builders[self.participants[position]].step_program(self._capture, numbered=requests > 1)
 

@@ -1,4 +1,4 @@
-"""Explains what each run of a captured step does; see `Capture.explain`."""
+"""Explains the runs of a captured step; see `Capture.explain`."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ from raycollect.planner import Membership, Source
 from raycollect.pos.handle import Handle
 from raycollect.ray_bridge import direct_transport, ray_session
 
-GRACE_S = 1.0  # how long others may take to report their errors after the first error, in seconds
+GRACE_S = 1.0  # how long to wait for further errors after the first one, in seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class Installed:
     operands: Mapping[Source, tuple[int, int]]
 
     def kept_refs(self, capture: bytes, seq: int) -> list[Any]:
-        """Refs of what a run has kept, the last one first: each actor returns its values as of a method."""
+        """Refs of the values that a run retains, the last one first: each actor returns its values like a method."""
         by_position: dict[int, list[Any]] = {}
         for position in dict.fromkeys(at for at, _ in self.retained):
             count = sum(at == position for at, _ in self.retained)
@@ -214,13 +214,13 @@ def install(
     staging: int,
     timeout_s: float,
 ) -> Installed:
-    """Plans what was recorded, and makes all participants ready to run it."""
+    """Plans the recorded calls, and prepares all participants to run them."""
     deadline_s = monotonic() + timeout_s
     memberships = [request.group for request in request_list.requests]
     declared = {membership.spec.name for membership in memberships if controller.groups.find(membership.spec.name)}
     words = StepErrorText(capture, request_list, declared)
     compiler = StepCompiler(capture, request_list, staging, words)
-    if compiler.idle:  # they are leased as a group that no plan uses
+    if compiler.idle:  # a group that no plan uses has their leases
         with Allowed():
             membership = controller.groups.derive(compiler.idle, max(deadline_s - monotonic(), 0.1))
         hold(controller, membership)
@@ -265,7 +265,7 @@ def _check_refs(calls: Iterable[MethodCall], deadline_s: float, timeout_s: float
             raise CollectiveTimeoutError(op="capture", detail=detail, timeout_s=timeout_s) from None
         except RayError as exc:
             absent = Violation(kind="lost", field=argument.where, found="", ref=argument.key.hex())
-            violation, cause = look_into(absent, argument.ref, Deadline.after(LOOK_INTO_S))  # it has failed already
+            violation, cause = look_into(absent, argument.ref, Deadline.after(LOOK_INTO_S))  # its method has failed
             violations.append(violation)
             cause = cause or exc
             continue

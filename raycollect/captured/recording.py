@@ -29,7 +29,7 @@ _AS_RETURNED = "what a call gave, a ref, an argument, or a plain value; or a lis
 
 
 class Recording(Batch):
-    """What the block of a captured step records: a batch to the operations, but one that is not sent."""
+    """The recording of a captured step's block: to the operations, a batch that is never sent."""
 
     is_eager: ClassVar[bool] = False  # as a `CallRecorder` of the calls of its thread
     is_traced: ClassVar[bool] = False  # whether the calls are those of a function, and not of a block
@@ -47,12 +47,12 @@ class Recording(Batch):
     # ------------------------------------------------------------------------------------------ as a batch
 
     def clear(self) -> None:
-        """Drops all that was recorded, except the parameters and the structure of what runs return."""
+        """Drops the recorded calls, but not the parameters and the structure of the return value."""
         self.request_list.clear()
         self.leaves, self.retained = [], []
 
     def seal(self) -> None:
-        """Ends the recording, of which only the parameters and the structure of what runs return are kept."""
+        """Ends the recording; only the parameters and the structure of the return value stay."""
         self.request_list.seal()
         self.clear()
 
@@ -68,10 +68,10 @@ class Recording(Batch):
         return value
 
     def _send(self) -> None:
-        pass  # the capture does more
+        pass  # the capture installs the step
 
     def _release(self) -> None:
-        pass  # the capture holds on to them
+        pass  # the capture releases the groups
 
     def _sent(self) -> Batch:
         raise CaptureError(detail="a batch in a captured step has no results of its own: let the step return them")
@@ -138,7 +138,7 @@ class Recording(Batch):
     # ------------------------------------------------------------------------------------------ results
 
     def returns(self, values: Any) -> None:
-        """Records what each run returns (`Capture.returns`)."""
+        """Records the return value of each run (`Capture.returns`)."""
         if self.returned is not None:
             raise CaptureError(detail="step.returns() was called before: give it all values at once")
         leaves: list[Any] = []
@@ -155,7 +155,7 @@ class Recording(Batch):
         return len(leaves) - 1
 
     def _stands_for(self, value: Any, where: str) -> Any:
-        """What stands for a value of each run: `Argument`, `Pending` or `Ref`; a plain value as it is."""
+        """The placeholder of a value of each run: `Argument`, `Pending` or `Ref`; a plain value itself."""
         value = self._stand_in(value)
         if type(value) is Argument:
             return self.parameters.own(value)

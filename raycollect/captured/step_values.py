@@ -13,11 +13,11 @@ from raycollect.engine.value_codec import pack_value, pack_values, unpack_value
 from raycollect.errors import CaptureError, refusal, wrong_argument
 from raycollect.errors.text import listed
 
-ARGUMENTS_NBYTES = MAX_FRAME_NBYTES - 1024  # of a run's packed arguments: a frame, less what is around them
+ARGUMENTS_NBYTES = MAX_FRAME_NBYTES - 1024  # the most for a run's packed arguments, which fit into a frame
 
 RESERVED = ("async_op", "timeout_s")  # `Capture.run`'s own parameters
 
-MISSING = object()  # stands for what was not given, where None is a value
+MISSING = object()  # a missing argument, as None is a value
 
 _IN_RUN = (
     "a plain value or an array, alone or in lists, tuples and dicts: pass anything else by an ordinary method before "
@@ -143,7 +143,7 @@ class ReturnedValues:
 
 
 def structured(value: Any, read: Callable[[Any, str], Any], where: str = "the value") -> Any:
-    """A structure of lists, tuples and dicts with other leaves: what `read` gives for each and its place in words."""
+    """Replaces the leaves of lists, tuples and dicts by `read(leaf, its place in words)`."""
     if _is_row(value):
         return _row(type(value), [structured(item, read, f"{where}[{at}]") for at, item in enumerate(value)])
     if type(value) is dict:

@@ -46,7 +46,7 @@ class Batch(BoundToProcess):
         timeout_s: float | None = None,
         is_rehearsal: bool = False,
     ) -> None:
-        self.request_list: RequestList = RequestList()  # what is recorded
+        self.request_list: RequestList = RequestList()
         self.staging_nbytes = staging_nbytes
         self.timeout_s = timeout_s  # of calls that name none; None: the operations' own
         self.is_rehearsal = is_rehearsal  # whether it is never sent
@@ -57,14 +57,14 @@ class Batch(BoundToProcess):
         self._task: Any = None
         self._is_open = False
         self._first = self._refs_before = self._end = 0  # this block's part of the request list
-        # The groups of its calls, until all is sent: nobody dissolves a derived one meanwhile
+        # The groups of its calls, until the plan is sent: a derived group among them is not dissolved before
         self.held: dict[Membership, Controller] = {}
         self._work: Work | None = None
         self._why = "it was not entered"  # why there are no results; empty once the block has ended well
 
     # ------------------------------------------------------------------------------------------ the block
 
-    def __enter__(self) -> Batch:  # noqa: PYI034 - typing.Self came with Python 3.11
+    def __enter__(self) -> Batch:  # noqa: PYI034 - `typing.Self` needs Python 3.11
         if self._token is not None:
             raise BatchError(detail="a batch is entered once: enter a new batch()")
         try:
@@ -128,7 +128,7 @@ class Batch(BoundToProcess):
 
     @property
     def _outermost(self) -> Batch:
-        """The batch that sends what this one records."""
+        """The batch that sends the calls of this one."""
         return self if self._outer is None else self._outer._outermost
 
     def _hold(self, controller: Controller, membership: Membership) -> None:
@@ -147,7 +147,7 @@ class Batch(BoundToProcess):
         self._let_go()
 
     def _stand_in(self, value: Any) -> Any:
-        """What stands for something that an operation was given; here, itself."""
+        """The value that replaces an operand of an operation; here, the operand itself."""
         return value
 
     @property
@@ -184,7 +184,7 @@ class Batch(BoundToProcess):
         """The result of each call of the block, as the call returns it outside; raises the error of a failed plan."""
         work = self._sent()._work
         if work is not None and work.done():
-            work.wait()  # it raises what went wrong
+            work.wait()  # raises the error of a failed plan
         return [with_results(result) for result in self.request_list.results[self._first : self._end]]
 
     @property
@@ -232,13 +232,13 @@ _current: ContextVar[Batch | None] = ContextVar("raycollect_batch", default=None
 def current() -> Batch | None:
     """The batch in whose block the caller is; None outside, and in threads and tasks that a block has started."""
     around = _current.get()
-    while around is not None and not around._is_open:  # it was left in another context
+    while around is not None and not around._is_open:  # its block was left in another context
         around = around._outer
     return around if around is None or around._is_here() else None
 
 
 def limit_s(timeout_s: float | None) -> float | None:
-    """The time limit of a call: what it says, or else the block in which it is made; None: neither does."""
+    """The time limit of a call: its own, or that of the block around it; None: neither has one."""
     around = current() if timeout_s is None else None
     return timeout_s if around is None else around.timeout_s
 
@@ -270,7 +270,7 @@ def batch(*, staging_nbytes: int = STAGING_NBYTES, async_op: bool = False, timeo
 
     Raises:
         InvalidArgumentError: An argument makes no sense.
-        BatchError: A batch, or what one of its calls returned, is used where it can't be.
+        BatchError: A batch, or a result of one of its calls, is used where it can't be.
         RefusedError, GroupError, FaultError: At the end of the block, as the calls themselves; violations say which
             call.
     """
@@ -279,7 +279,7 @@ def batch(*, staging_nbytes: int = STAGING_NBYTES, async_op: bool = False, timeo
 
 
 def check_arguments(op: str, staging_nbytes: Any, timeout_s: Any, **flags: Any) -> None:
-    """Checks what `batch` is given, on behalf of `op`; raises InvalidArgumentError."""
+    """Checks the arguments of `batch`, on behalf of `op`; raises InvalidArgumentError."""
     violations = [*wrong_time_limit(timeout_s), *wrong_flags(**flags)]
     if type(staging_nbytes) is not int or not (
         staging_nbytes == 0 or _LEAST_STAGING_NBYTES <= staging_nbytes <= _MOST_STAGING_NBYTES

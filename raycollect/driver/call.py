@@ -31,7 +31,7 @@ _NO_STEP = "one of actors: runs of a captured step run in actors. Make the calls
 
 
 def task_wait(op: str, group_name: GroupLike, timeout_s: Any) -> TaskWait:
-    """How long a call that begins now waits for tasks: as it says, or else the block in which it is made."""
+    """How long a call that begins now waits for tasks: its own time limit, or that of the block around it."""
     limit_s = batch.limit_s(timeout_s)
     return TaskWait(op, name_of(group_name), Deadline.after(None if wrong_time_limit(limit_s) else limit_s))
 
@@ -112,7 +112,7 @@ class Call:
         self._driver_rank = self.controller.takes_part(self._group_name, left_s) if was_started else None
         operands = {name: self._read(name, value) for name, value in refs.items() if not self._is_left_out(name, value)}
         self._raise()
-        if not was_started:  # and none is started for what can't be
+        if not was_started:  # Ray is not started for a call that would be refused
             raise groups.unknown(self._group_name, "no Ray runs in this process, so no group is declared")
         self._membership = self._find(operands)
         if self._driver_rank is not None and self._batch is not None and not self._batch._outermost._takes_driver:
@@ -129,7 +129,7 @@ class Call:
     def compile(
         self, *, root: Any = -1, inplace: bool = True, snapshot: bool = False, async_op: bool = False
     ) -> CompiledCall:
-        """Compiles the operation; `root` is -1 where there is none."""
+        """Compiles the operation; `root` is -1 for an operation without one."""
         kind, takes, size = self._kind, self._operation.takes, self._membership.spec.world_size
         is_list = takes in ("all", "others")
         self._violations += wrong_flags(inplace=inplace)
@@ -209,7 +209,7 @@ class Call:
         return read
 
     def _makes(self, name: str, position: int) -> bool:
-        """Whether an actor handle may stand there, for an output to be made on that actor."""
+        """Whether an actor handle is allowed in this position, to allocate the output on that actor."""
         if self._kind is OpKind.SEND:
             return position == 1
         return name == self._operation.refs[1] and name != _SINGLE
@@ -265,7 +265,7 @@ class Call:
         if self._violations:
             around = self._batch
             number = -1 if around is None else len(around.request_list.requests)
-            if around is not None and around.is_rehearsal and not number:  # a plan of one call, as far as is known
+            if around is not None and around.is_rehearsal and not number:  # so far, a plan of one call
                 number = -1
             violations = tuple(replace(self._to_itself(violation), call=number) for violation in self._violations)
             raise refusal(self.name or self._kind.value, self._group_name, violations)
@@ -301,7 +301,7 @@ class Call:
         snapshot: bool,
         reshard: Reshard | None = None,
     ) -> CompiledCall:
-        """Compiles `parts`, (rank, input, output), and `results`, (rank, operand that holds it; None: it is made)."""
+        """Compiles `parts`, (rank, input, output), and `results`, (rank, operand that holds it; None: a new tensor)."""
         places: dict[Any, int] = {}
 
         def place(operand: Operand | None) -> int | None:

@@ -33,7 +33,7 @@ _LIST, _SINGLE, _NONE, _MADE = "list", "single", "none", "made on"
 
 Arguments = tuple[OpKind, Any, Any, Any, Any, Any, Any, bool]
 """Those of a call but its refs: kind, group name, time limit, reduce op, root, in place, snapshot, and whether it is a
-plan by itself, in no batch or captured step. Tuples, as one is made for each call."""
+plan by itself, in no batch or captured step. A tuple, as each call makes one."""
 
 CallKey = tuple[Arguments, tuple[Any, ...]]
 """The arguments of a call, and the actors of its refs, in the caller's order, with the structure of its lists."""
@@ -57,7 +57,7 @@ class CompiledCall(NamedTuple):
     prepared: DispatchPlan | None
 
     def returned(self, results: list[Any]) -> Any:
-        """What the call returns."""
+        """The call's return value."""
         return results if self.is_list else results[0] if results else None
 
 
@@ -74,7 +74,7 @@ def key_of(arguments: Arguments, given: Collection[Any], refs: list[Any], keys: 
         for ref in several if is_list else (several,):
             if type(ref) is ObjectRef:
                 key, actor = ray_refs.read_ref(ref)
-                if not actor:  # only its value says what it stands for
+                if not actor:  # only its value names the participant
                     return None
                 actors.append(actor)
                 refs.append(ref)
@@ -110,7 +110,7 @@ def remember(
 ) -> None:
     """Caches a call that was compiled over the refs `used`; `keys` are those of the caller's refs, in their order."""
     group = compiled.request.group
-    if controller.groups.exists(group):  # else it has ended meanwhile, and would be kept
+    if controller.groups.exists(group):  # an entry of a destroyed group would never be removed
         places = tuple([keys.index(operand) for operand in used if operand is not None])
         results = tuple([holder if isinstance(holder, str) else places[holder] for holder in compiled.results])
         _compiled.add(key, (group,), compiled._replace(operands=places, results=results))
@@ -127,9 +127,9 @@ def carry_out(
     values: Sequence[Any] | None = None,
     deadline: Deadline = NEVER,
 ) -> Any:
-    """Sends a call over these refs, or records it in the batch `around` it; returns what the operation returns.
+    """Sends a call over these refs, or records it in the batch `around` it; returns the operation's return value.
 
-    `keys` are those of the refs, `values` are the results that stand for the refs, by default these themselves. The
+    `keys` are those of the refs. `values` are returned in place of the refs, by default the refs themselves. The
     deadline is that of a call that began before; by default its time limit counts from now.
     """
     values = refs if values is None else values

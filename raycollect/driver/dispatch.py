@@ -94,12 +94,12 @@ class DispatchPlan:
         requests: The calls.
         staging: As for `prepare`.
         groups: The group of each call.
-        programs: What each participant gets, encoded.
+        programs: The encoded program of each participant.
         sources: The places of the refs whose keys are sent along.
-        outputs: The requests that make something there, in the order of the task's returns.
+        outputs: The requests with an output there, in the order of the task's returns.
         makes: Whether there are outputs.
-        fits_channel: Whether it may go by the channel: it makes nothing, and fits into a frame.
-        limit_s: How long the plan may take from now on, waits for methods included; None: its callers did not say.
+        fits_channel: Whether it may go by the channel: it has no outputs, and fits into a frame.
+        limit_s: How long the plan may take, waits for methods included; None: its callers gave no limit.
     """
 
     plan: Plan
@@ -199,7 +199,7 @@ class Submission(NamedTuple):
     Attributes:
         prepared: The plan.
         refs: The operands, by the places that the programs name.
-        results: What the calls return, with a `Pending` for each ref that the plan makes.
+        results: The return value of its calls, with a `Pending` for each ref that the plan makes.
     """
 
     prepared: DispatchPlan
@@ -209,7 +209,7 @@ class Submission(NamedTuple):
     def send(
         self, controller: Controller, deadline: Deadline = NEVER, *, is_awaited: bool = False
     ) -> tuple[PlanTracker, Any]:
-        """Sends the plan, as `send_prepared`; returns its tracker, and what its calls return."""
+        """Sends the plan, as `send_prepared`; returns its tracker, and the return value of its calls."""
         tracker = send_prepared(controller, self.prepared, self.refs, is_awaited=is_awaited, deadline=deadline)
         return tracker, made_by(tracker, self.results) if self.prepared.makes else self.results
 
@@ -232,7 +232,7 @@ class Submission(NamedTuple):
 
 
 def made_by(tracker: PlanTracker, result: Any) -> Any:
-    """What calls return, with the refs of what their plan makes; None for those where it was not sent."""
+    """A return value with refs in place of each `Pending`; None for those of an unsent part of the plan."""
     if isinstance(result, list):
         return [made_by(tracker, item) for item in result]
     if type(result) is not Pending:
@@ -262,13 +262,13 @@ def send_prepared(
         deadline = Deadline.after(prepared.limit_s)
     while True:
         revision, peers = plans.revision, controller.groups.links(prepared.groups, planned.participants)
-        # All at once: another thread's call, of which one more may need the result, would else come behind the plan
-        # on one actor, and that call before it on another. First: who has one of them may make a call of ours, in a
-        # finalizer, and wait for the other lock.
+        # All locks at once: otherwise two calls of another thread, of which the second needs the result of the first,
+        # could come behind the plan on one actor and before it on another. Before `dispatching`: a thread that holds
+        # one of them may make a call of the driver, in a finalizer, which waits for `dispatching`.
         with AllHeld(list(filter(None, map(_CALLS, peers)))), plans.dispatching:
             tracker = PlanTracker(next(plans.numbers), planned, prepared.groups, refs, deadline)
             plans.register(tracker)
-            if plans.revision is not revision:  # who ended a group meanwhile has not seen this plan
+            if plans.revision is not revision:  # the thread that ended a group meanwhile has not seen this plan
                 plans.remove(tracker)
                 continue
             _send_parts(controller, prepared, tracker, peers, is_awaited=is_awaited)
@@ -303,7 +303,7 @@ def _send_parts(
                 peer.submit_in_order(order, tracker, at, letters)
             else:
                 refs = peer.submit(order, len(outputs))
-        except Exception as exc:  # noqa: BLE001 - whatever Ray raises: too many pending calls, a dead actor, its own bugs
+        except Exception as exc:  # noqa: BLE001 - any of Ray's: too many pending calls, a dead actor, a bug
             error = peer.unsent(exc, tracker.member(at).rank)
             controller.plans.fail(tracker, error, unsent=range(at, len(peers)))
             break

@@ -21,7 +21,7 @@ from raycollect.core.signals import Deferred, waiting
 from raycollect.errors import ReentrantCallError
 
 INSIDE: set[int] = set()
-"""The threads that have, or want, a lock of which no plan may wait: what they are doing has to end first."""
+"""The threads that hold, or wait for, a lock under which no call may wait for a plan."""
 
 
 class Inside(Deferred):
@@ -54,10 +54,10 @@ def answered(futures: Iterable[Future[Any] | None], timeout_s: float) -> set[Fut
 
 
 class DispatchLock:
-    """A lock that is entered inside of `Deferred`: what is sent under it is sent to all, or to nobody.
+    """A lock that is entered inside of `Deferred`: a plan under it is sent to all participants, or to none.
 
-    Nobody waits under it. A thread that has it may be asked for more: the garbage collector may run a finalizer in it.
-    So what must happen under the lock, and need not happen at once, is for `soon`; all else is refused.
+    No thread waits under it. The garbage collector may run a finalizer in a thread that holds it.
+    A finalizer's change that needs the lock, and may happen later, is for `soon`; all its other calls are refused.
     """
 
     def __init__(self) -> None:
@@ -68,11 +68,11 @@ class DispatchLock:
         me = get_ident()
         if me in INSIDE:
             self.refuse_inside()
-        INSIDE.add(me)  # first: a finalizer may run before anything else does
+        INSIDE.add(me)  # first: a finalizer may run at any later step
         if not self._lock.acquire(False):
             try:
                 waiting(partial(self._lock.acquire, True))
-            except BaseException:  # of a signal's handler
+            except BaseException:  # of a signal handler
                 INSIDE.discard(me)
                 raise
 
@@ -83,13 +83,13 @@ class DispatchLock:
             self._make_due_calls()
 
     def refuse_inside(self) -> None:
-        """Raises ReentrantCallError in a thread that has the lock, or wants it: there nobody can wait for anything."""
+        """Raises ReentrantCallError in a thread that holds the lock, or waits for it: it can't wait for a plan."""
         if get_ident() in INSIDE:
             detail = "a finalizer, or a signal handler, makes a call in the middle of another call of its thread"
             raise ReentrantCallError(detail=detail)
 
     def soon(self, call: Callable[[], object]) -> None:
-        """Makes a call under the lock: now, or right after whoever has it. Never waits, and raises nothing."""
+        """Makes a call under the lock: now, or when its holder releases it. Never waits, and raises nothing."""
         self._due.append(call)
         with Deferred():
             self._make_due_calls()
@@ -100,7 +100,7 @@ class DispatchLock:
         while self._due:
             INSIDE.add(me)
             try:
-                if not self._lock.acquire(blocking=False):  # who has it looks at them afterwards
+                if not self._lock.acquire(blocking=False):  # its holder makes the due calls when it releases the lock
                     return
                 try:
                     while self._due:

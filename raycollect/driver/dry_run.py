@@ -1,7 +1,7 @@
-"""`plan`: what a call or a batch would do, without doing it.
+"""`plan`: explains a call or a batch without running it.
 
-The calls are recorded, not sent. The handles of their refs say what the tensors are; from these follows what the ranks
-would tell each other in the agreement, and it is judged as there.
+The calls are recorded, not sent. The handles of their refs describe the tensors; from these follows what the ranks
+would exchange in the agreement, which is judged by the same rules.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Held = tuple[Structure, tuple[TensorInfo, ...]]
 
 
 def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Explains what a call would do: the algorithm and why, what travels together, bytes, memory and estimated time.
+    """Explains a call: the algorithm and the reason for it, coalesced tensors, bytes, memory and estimated time.
 
     Nothing is sent, and no tensor is touched; a group that has to be derived is formed. Waits for the methods whose
     refs are operands, as long as the call itself would. Calls of threads and asynchronous tasks that the function
@@ -48,7 +48,7 @@ def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     Raises:
         BatchError: The function calls no operation of the driver.
-        RefusedError: What the call itself would refuse for its arguments, or for its tensors' shapes, dtypes, devices.
+        RefusedError: The call itself would be refused, for its arguments or its tensors' shapes, dtypes or devices.
         GroupError: As by the call itself.
         CollectiveTimeoutError: A method has not returned in time.
     """
@@ -115,7 +115,7 @@ def _user(plan: Plan, source: Source) -> tuple[int, int]:
 
 
 class _Estimated:
-    """The agreement as it would go."""
+    """The agreement that the ranks would reach."""
 
     def __init__(self, plan: Plan, handles: Mapping[Source, Handle]) -> None:
         self._plan = plan
@@ -135,7 +135,7 @@ class _Estimated:
         for number in range(len(self._plan.requests)):
             self._judge(number)
             if self._violations and number in needed:
-                break  # what it makes is not known
+                break  # its outputs are unknown
         if self._violations:
             raise refusal(self._plan.name, "", tuple(self._violations))
 

@@ -26,7 +26,7 @@ from raycollect.ray_bridge.driver_handle import DriverHandle, is_handle
 
 _log = logging.getLogger("raycollect")
 
-SHOWN_S = 0.5  # how long a notebook waits for what members say, in seconds
+SHOWN_S = 0.5  # how long a notebook waits for the members' answers, in seconds
 
 MOST_NAMED = 8  # how many members, and collectives under way, are named where a group is shown
 
@@ -69,7 +69,7 @@ class Group:
         For arguments that differ from rank to rank, call the methods of `actors`.
 
         Returns:
-            One ref per rank, in rank order: what the driver's operations take.
+            One ref per rank, in rank order, as the driver's operations take them.
 
         Raises:
             AttributeError: The actors have no such method. None was called.
@@ -92,7 +92,7 @@ class Group:
         return RankTable.of_places([ActorPlacement.of(m.node_id, dict(m.accelerators), m.actor) for m in members])
 
     def status(self, timeout_s: float = 2.0) -> GroupStatus:
-        """Where it stands, and what its members are doing. They answer from a thread of their own, also while busy.
+        """The group's state, and its members' current activity. Members answer from a separate thread, also while busy.
 
         Args:
             timeout_s: How long to wait for their answers, in seconds; 0: they are not asked.
@@ -121,7 +121,7 @@ class Group:
         return (groups.BROKEN if detail else groups.ALIVE), detail
 
     def statistics(self, timeout_s: float = 10.0) -> GroupStatistics:
-        """What its members hold. They answer from a thread of their own, so that busy ones do as well.
+        """The tensors and memory of its members. They answer from a separate thread, also while busy.
 
         Args:
             timeout_s: How long to wait for their answers, in seconds.
@@ -142,7 +142,7 @@ class Group:
     def rebuild(self, actors: Sequence[Any] | None = None, *, timeout_s: float = 60.0) -> Group:
         """Forms the group again under its name, after a member has died or a collective has broken it.
 
-        It has a new epoch: whatever the old one still has under way is aborted, and its messages are nobody's any more.
+        The group gets a new epoch: plans of the old epoch are aborted, and its messages are ignored.
         Members' own calls go on in the new group, and steps as after `add`.
 
         Args:
@@ -194,7 +194,7 @@ class Group:
     def remove(self, members: Any, *, timeout_s: float = 60.0) -> Group:
         """Removes members, dead or alive: a rank or an actor handle, or a list of them. The actors themselves live on.
 
-        The ranks of the others close up, in their order. Arguments, result, errors, and what becomes of steps, are as
+        The ranks of the others close up, in their order. Arguments, result, errors, and effects on steps are as
         of `add`.
         """
         return self._change(group_change.removed(self._membership, self.actors, members), timeout_s)
@@ -202,7 +202,7 @@ class Group:
     def replace(self, dead: Any, new: Any, *, timeout_s: float = 60.0) -> Group:
         """Puts another actor at the rank of a member that has died; or others, as lists of one length.
 
-        All other ranks stay. Results, errors, and what becomes of steps, are as of `add`.
+        All other ranks stay. Results, errors, and effects on steps are as of `add`.
 
         Args:
             dead: A rank or an actor handle, or a list of them. That they live is an InvalidGroupError.
@@ -307,7 +307,7 @@ def declare_collective_group(
         "timeout_s": timeout_s,
     }
     if ray_session.is_started():
-        Controller.current()  # it may not be allowed here; but no cluster is started for what can't be
+        Controller.current()  # it may not be allowed here; an invalid declaration starts no cluster
     declaration = Declaration.of(actors, **_with_options(arguments, options))
     if not ray_session.is_started():
         raise ActorGoneError(op="declare", group_name=declaration.name, detail=member_discovery.OF_ANOTHER_RAY)
@@ -354,7 +354,7 @@ def destroy_collective_group(group_name: GroupLike = "default") -> None:
     more) it only logs a warning, as in `ray.util.collective`, so that cleaning up twice does no harm.
 
     Raises:
-        UnknownGroupError: On the driver: there is none of that name.
+        UnknownGroupError: On the driver: there is no group of that name.
     """
     name = name_of(group_name)
     if init.is_group_initialized(name) and not Controller.is_rank_of(name):

@@ -1,4 +1,4 @@
-"""What `Group.add`, `Group.remove` and `Group.replace` make of a group's members. Asks nobody but for `living`."""
+"""The members of a group after `Group.add`, `Group.remove` and `Group.replace`. Only `living` asks actors."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from raycollect.ray_bridge import ray_actors
 from raycollect.ray_bridge.driver_handle import is_handle
 
 ANSWER_S = 2.0
-"""How long a member that is said to be dead may take to show that it lives, in seconds."""
+"""How long to wait for an answer of a member that should be dead, in seconds."""
 
 
 def added(membership: Membership, actors: Sequence[Any], new: Any) -> list[Any]:
-    """The actors by rank with more of them, which come after those of now; InvalidGroupError has every reason."""
+    """The actors by rank, with new ones at the end; InvalidGroupError has every reason."""
     newcomers = _several(new)
     _refuse(membership, _newcomer_problems(membership, newcomers))
     return [*actors, *newcomers]
 
 
 def removed(membership: Membership, actors: Sequence[Any], members: Any) -> list[Any]:
-    """The actors by rank without some, whose ranks close up in their order; raises as `added`."""
+    """The actors by rank without the removed ones; the other ranks close up. Raises as `added`."""
     problems: list[str] = []
     ranks = _ranks(membership, members, problems)
     if not problems and len(set(ranks)) == membership.spec.world_size:
@@ -37,7 +37,7 @@ def removed(membership: Membership, actors: Sequence[Any], members: Any) -> list
 
 
 def replaced(membership: Membership, dead: Any, new: Any) -> dict[int, Any]:
-    """By rank of a member that has to be dead, the actor in its place; raises as `added`."""
+    """The new actor by the rank of the dead member that it replaces; raises as `added`."""
     problems: list[str] = []
     ranks, newcomers = _ranks(membership, dead, problems), _several(new)
     problems += _newcomer_problems(membership, newcomers)
@@ -48,7 +48,7 @@ def replaced(membership: Membership, dead: Any, new: Any) -> dict[int, Any]:
 
 
 def living(members: Sequence[Member], peers: Participants) -> str:
-    """Why members can't be replaced, as they are not known to be dead; empty where all are."""
+    """Why members can't be replaced, as they are not known to be dead; empty if all are dead."""
     alive = [f"rank {member.rank} ({member.actor})" for member in members if not peers.has_ended(member, ANSWER_S)]
     if not alive:
         return ""

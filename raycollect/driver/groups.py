@@ -40,10 +40,10 @@ from raycollect.ray_bridge import ray_actors
 
 _log = logging.getLogger("raycollect")
 
-_MOST_LINKS = 256  # for how many plans it is known who takes part
+_MOST_LINKS = 256  # for how many plans the participants are cached
 
 MOST_DERIVED = 256
-"""How many derived groups of an actor are kept, unless that would take more than an eighth of its file descriptors."""
+"""The most derived groups of an actor, unless they would take more than an eighth of its file descriptors."""
 
 
 class Groups(Formation):
@@ -62,21 +62,21 @@ class Groups(Formation):
         super().__init__(peers, plans)
         self.held: list[str] = []
         self._is_closed = False
-        self._lock = threading.RLock()  # held for moments, where a name gets another group
+        self._lock = threading.RLock()  # held briefly, when a name gets another group
         self._declared: dict[str, Declared] = {}  # by name; keeps the actors alive (P5)
         self._derived = DerivedGroups(_most_derived())
 
     # ------------------------------------------------------------------------------------------ looking them up
 
     def named(self, name: Any) -> Membership:
-        """A declared group; raises UnknownGroupError where there is none of that name."""
+        """A declared group; raises UnknownGroupError if no group has that name."""
         membership = self.find(name)
         if membership is None:
             raise self._unknown(name)
         return membership
 
     def find(self, name: Any, limit_s: float | None = None) -> Membership | None:
-        """A declared group; None where there is none of that name.
+        """A declared group; None if no group has that name.
 
         While its members change this waits for those that it will have; CollectiveTimeoutError: `limit_s` is over.
         """
@@ -93,7 +93,7 @@ class Groups(Formation):
         return name in self._declared
 
     def declared(self) -> list[Declared]:
-        """All declared groups, with what was asked for."""
+        """All declared groups, with their declarations."""
         return list(self._declared.values())
 
     def exists(self, membership: Membership) -> bool:
@@ -102,7 +102,7 @@ class Groups(Formation):
         return (declared is not None and declared[0] is membership) or membership in self._derived
 
     def as_it_is(self, membership: Membership, timeout_s: float) -> Membership:
-        """A group as it is now, if it was rebuilt; a derived one is formed again where it is gone or broken."""
+        """The current group after rebuilds; a derived group is formed again if it was dissolved or is broken."""
         if membership.is_derived:
             return self.derive(tuple(member.actor_id for member in membership.members), timeout_s)
         return self.named(membership.spec.name)
@@ -141,13 +141,13 @@ class Groups(Formation):
     # ------------------------------------------------------------------------------------------ broken ones
 
     def breaks(self, group_id: str, why: str) -> None:
-        """A group can't communicate any more; the first reason is kept."""
+        """Marks a group as broken; the first reason counts."""
         groups = [group for group, _ in tuple(self._declared.values())] + [*self._derived.all()]
-        if any(group.spec.group_id == group_id for group in groups):  # not one that is destroyed
+        if any(group.spec.group_id == group_id for group in groups):  # not a destroyed one
             self._broken.setdefault(group_id, why)
 
     def bury(self, peer: ParticipantLink) -> None:
-        """Dissolves the derived groups of a participant whose process is gone, in another thread."""
+        """Dissolves the derived groups of a participant whose process has ended, in another thread."""
         actor_id = peer.info["actor_id"]
         if any(group.rank_of(actor_id) >= 0 for group in self._derived.all()):
             threads.bounded(self._dissolve_idle)
@@ -192,7 +192,7 @@ class Groups(Formation):
                 try:
                     return self._form_again(old, declaration, deadline_s, drains=False)
                 except ActorGoneError:
-                    if actors is not None or monotonic() > deadline_s:  # else one that answered was about to die
+                    if actors is not None or monotonic() > deadline_s:  # otherwise a member died after its answer
                         raise
 
     def change(self, old: Membership, actors: Sequence[Any], timeout_s: float, new: Mapping[int, Any]) -> Declared:
@@ -237,7 +237,7 @@ class Groups(Formation):
             cluster_registry.remove(membership)
 
     def destroy(self, name: Any) -> None:
-        """Ends a declared group; raises UnknownGroupError where there is none of that name."""
+        """Ends a declared group; raises UnknownGroupError if no group has that name."""
         with Deferred():
             with self._lock:
                 declared = self._declared.get(name) if isinstance(name, str) else None
@@ -250,7 +250,7 @@ class Groups(Formation):
     # ------------------------------------------------------------------------------------------ derived ones
 
     def derived(self, actor_ids: tuple[str, ...]) -> Membership | None:
-        """The group of these actors in this order; None where it was not formed before, or is broken."""
+        """The group of these actors in this order; None if it was not formed before, or is broken."""
         membership = self._derived.find(actor_ids)
         return None if membership is None or membership.spec.group_id in self._broken else membership
 
@@ -274,7 +274,7 @@ class Groups(Formation):
             return membership
 
     def _dissolve_idle(self, newest: Membership | None = None) -> None:
-        """Dissolves derived groups that are broken, or more than are kept of the actors of the newest one."""
+        """Dissolves derived groups that are broken, and surplus ones of the actors of the newest group."""
         with self._plans.none_begins() as under_way:
             busy = {*self.held, *(group.spec.group_id for group in under_way)}
             self._ended += self._derived.take(lambda group: group.spec.group_id in self._broken.keys() - busy)

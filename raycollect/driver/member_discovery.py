@@ -1,4 +1,4 @@
-"""Finds out who the actors of a declaration are: asks each by an actor task, and waits for those that Ray restarts."""
+"""Has the actors of a declaration describe themselves, by actor tasks; waits for actors that Ray restarts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raycollect.group.membership import is_participant
 from raycollect.member import participant
 from raycollect.ray_bridge import direct_transport, ray_actors, ray_session
 
-_RETRY_S = 0.1  # after which an actor that Ray restarts is asked again
+_RETRY_S = 0.1  # how long to wait before an actor that Ray restarts is asked again, in seconds
 OF_ANOTHER_RAY = "the actors are of a Ray that was shut down"
 _PENDING = "still waiting to be made (`ray status` tells what resources there are)"
 _BUSY = "still busy with a method, or being made"
@@ -30,7 +30,7 @@ class _StrangerError(RayActorError):
 
 
 def check(declaration: Declaration) -> None:
-    """Refuses what can be refused before any actor is asked."""
+    """Raises the errors that need no answer of an actor."""
     if not ray_session.is_started():
         raise ActorGoneError(op="declare", group_name=declaration.name, detail=OF_ANOTHER_RAY)
     me = ray_actors.current_actor_id()
@@ -42,7 +42,7 @@ def check(declaration: Declaration) -> None:
 
 
 def describe(declaration: Declaration, deadline_s: float) -> list[dict[str, Any]]:
-    """What every member says of itself."""
+    """The description of every member."""
     infos = []
     for rank, info in enumerate(_described(declaration, deadline_s)):
         if isinstance(info, RayActorError):
@@ -123,7 +123,7 @@ def _who(actor: Any) -> Any:
 
 
 def _answer(ref: Any, actor: Any, deadline_s: float, question: Callable[[Any], Any]) -> Any:
-    """An actor's answer, or Ray's error. It is asked again once dead: Ray may not have known yet, or restart it."""
+    """An actor's answer, or Ray's error. A dead actor is asked once more: Ray may restart it."""
     was_lost = False
     while not isinstance(ref, _StrangerError):
         try:

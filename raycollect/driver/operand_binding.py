@@ -22,30 +22,30 @@ from raycollect.ray_bridge import direct_transport, ray_actors, ray_refs, ray_se
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """A ref and what its id says."""
+    """A ref, and its key and actor."""
 
     ref: Any
     key: Key | None
     actor_id: str
-    given: Any = None  # the driver's own tensors, which results name in the place of the ref
+    given: Any = None  # the driver's own tensors, which results have in place of the ref
 
 
 _NEARLY: dict[type, str] = {
     ray.actor.ActorHandle: "an actor handle",
     ray.actor.ActorMethod: "a method that was not called (call it as actor.method.remote())",
 }
-"""What is easily taken for a ref -> in words."""
+"""Types that users mistake for refs -> their names in messages."""
 
 
 class TaskWait(NamedTuple):
-    """How long a call waits for the tasks that make its refs, and what its error says."""
+    """How long a call waits for the tasks that make its refs, and the fields of its error."""
 
     op: str
     group_name: str
     deadline: Deadline
 
     def value(self, ref: Any) -> Any:
-        """What a ref of `ray.put` or of a task stands for; CollectiveTimeoutError: the task has not ended in time."""
+        """The value of a ref of `ray.put` or of a task; CollectiveTimeoutError: the task has not ended in time."""
         try:
             return direct_transport.get(ref, self.deadline.left_s())
         except GetTimeoutError:
@@ -86,7 +86,7 @@ def operand(ref: Any, position: int, wait: TaskWait) -> Operand | Violation:
 
 
 def ensure_ray(op: str, refs: Any) -> None:
-    """Starts Ray if need be; TensorLostError: there is a ref, so the Ray that made it was shut down."""
+    """Starts Ray if it does not run; TensorLostError: a ref is given, so its Ray was shut down."""
     if not ray_session.is_started():
         for ref in refs if isinstance(refs, (list, tuple)) else [refs]:
             if isinstance(ref, (list, tuple)):

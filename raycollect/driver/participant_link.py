@@ -52,11 +52,11 @@ from raycollect.ray_bridge.submitted_calls import NOTHING, SubmittedCalls
 _ANSWERS = Surveyed, Seen, Measured, Ticked, Unable
 
 MOST_COLLECTED_NBYTES = 128 << 20  # more than the largest ring of a participant takes
-MOST_METHODS = 1024  # of an actor that are lent tokens; the others make their own
+MOST_METHODS = 1024  # how many methods of an actor are lent tokens; the others make their own
 
 
 class LinkOwner(Protocol):
-    """Hears what participants say, and of the ends of their connections; all but `parted` on the hub's thread."""
+    """Receives messages of participants, and the ends of their connections; all but `parted` on the hub's thread."""
 
     def received(self, peer: ParticipantLink, message: Any) -> None:
         """A message of a participant."""
@@ -65,7 +65,7 @@ class LinkOwner(Protocol):
         """A participant's connection has ended."""
 
     def parted(self, peer: ParticipantLink) -> None:
-        """A participant was given back by the calling thread: it aborts what it runs, without a report."""
+        """The calling thread has ended a participant's lease: the participant aborts its plans, without a report."""
 
 
 class ParticipantLink:
@@ -74,7 +74,7 @@ class ParticipantLink:
     Attributes:
         is_here: Whether it is this process.
         is_lost: Whether its connection has ended.
-        has_mailbox: Whether it takes letters from the controller's mailbox; None: it has not answered.
+        has_mailbox: Whether it takes letters from the controller's mailbox; None: it has not answered yet.
     """
 
     is_here: ClassVar[bool] = False
@@ -135,7 +135,7 @@ class ParticipantLink:
         return [] if refs is None else refs if isinstance(refs, list) else [refs]
 
     def submit_behind(self, payload: bytes, outputs: int, behind: Sequence[Any]) -> list[Any]:
-        """`submit`; if one of `behind` fails for good, Ray never begins the task, and the program comes by `order`."""
+        """`submit`; if one of `behind` fails for good, Ray never begins the task, and `order` sends the program."""
         refs = self.submit(payload, outputs, behind)
         waiting = [Order(payload=payload, in_order=False, after=NOTHING)]
 
@@ -171,12 +171,12 @@ class ParticipantLink:
             self.order(Order(payload=payload, in_order=True, after=calls.last), letters)
 
     def keep_behind(self, tracker: ref[PlanTracker], position: int) -> None:
-        """Keeps what is submitted from now on behind a plan, or a run; the caller has the lock of `calls`."""
+        """Keeps later calls of the actor behind a plan, or a run; the caller holds the lock of `calls`."""
         if self.calls is not None:
             self.calls.before = partial(_keep_behind, tracker, position, ref(self))
 
     def fence(self, seq: int) -> None:
-        """Submits an actor task that lets a plan begin, and ends with it."""
+        """Submits an actor task that lets a plan begin, and ends with the plan."""
         method = self._submits.get(-1)
         if method is None:
             method = self.actor._raycollect_fence.options(num_returns=0, max_task_retries=0, enable_task_events=False)
@@ -190,7 +190,7 @@ class ParticipantLink:
             self._tokens = self.calls.tokens = CallTokens(self.actor, owner, self._keeping, order, tell, soon)
 
     def _end_tokens(self, call: Callable[[], None]) -> None:
-        """Lends no more tokens; makes a call once nobody holds a value whose token was lent."""
+        """Stops lending tokens; makes a call once no process holds a value whose token was lent."""
         tokens, self._tokens = self._tokens, None
         if self.calls is not None and self.calls.tokens is tokens:  # else the actor was leased again
             self.calls.tokens = None
@@ -200,8 +200,8 @@ class ParticipantLink:
             tokens.end(call)
 
     def retire(self) -> None:
-        """It was given back: the connection ends once nobody holds a value any more whose token was lent."""
-        link, self.actor = self.link, None  # the actor may end before
+        """Ends the lease; the connection ends once no process holds a value whose token was lent."""
+        link, self.actor = self.link, None  # so that the actor may end
         self.slot = None
         self._submits.clear()
         if link is not None:
@@ -217,7 +217,7 @@ class ParticipantLink:
             link.send(message)
 
     def unsent(self, exc: Exception, rank: int) -> RaycollectError:
-        """What to tell where something could not be sent to it, for the reason that `exc` gives."""
+        """The error of a message that could not be sent to it, because of `exc`."""
         actor = self.info["actor"]
         error: RaycollectError
         if isinstance(exc, ConnectionLostError):
@@ -320,7 +320,7 @@ def _order_tokens(actor: Any, count: int) -> list[Any]:
 
 
 def _tell_unused(link: ControlLink, info: dict[str, Any], keys: list[Key]) -> None:
-    """Tells a participant that nobody holds the values of keys any more."""
+    """Tells a participant that no process holds the values of keys any more."""
     try:
         for at in range(0, len(keys), fetch.FREED_AT_ONCE):
             link.send(Unused(keys=[*keys[at : at + fetch.FREED_AT_ONCE]]))
@@ -332,12 +332,12 @@ def _tell_unused(link: ControlLink, info: dict[str, Any], keys: list[Key]) -> No
 
 def _free(info: dict[str, Any], keys: list[Key]) -> None:
     """Frees values over a connection of its own."""
-    with suppress(RaycollectError):  # it is gone
+    with suppress(RaycollectError):  # its process has ended
         fetch.free(info["address"], keys, actor=info["actor"], incarnation=info["incarnation"])
 
 
 def _keep_behind(tracker: ref[PlanTracker], position: int, link: ref[ParticipantLink]) -> None:
-    """Keeps what is submitted from now on behind a plan, as long as that is under way there."""
+    """Keeps later calls of the actor behind a plan that is under way there."""
     plan, here = tracker(), link()
     if plan is not None and here is not None and plan.is_pending(position):
         here.fence(plan.seq)

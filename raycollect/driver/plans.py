@@ -20,7 +20,7 @@ class PlansUnderWay:
 
     Attributes:
         dispatching: Held while a plan, or a run of a captured step, is sent to all its participants (P2).
-        revision: Changes whenever a group, or a member of one, is gone, and where a group's members begin to change.
+        revision: Changes whenever a group or a member ends, and when a group's members begin to change.
         numbers: The numbers of plans, one per launch; taken under `dispatching`.
     """
 
@@ -54,7 +54,7 @@ class PlansUnderWay:
         return self.find(launch) or next((tracker for tracker in self.trackers() if launch in tracker.launches), None)
 
     def trackers(self) -> list[PlanTracker]:
-        """The plans that have not ended everywhere. What ends in shared memory is seen to have ended by asking."""
+        """The plans that have not ended everywhere; marks in shared memory are read here."""
         under_way = []
         for tracker in tuple(self._trackers.values()):
             if tracker.has_ended:
@@ -68,7 +68,7 @@ class PlansUnderWay:
         return [tracker for tracker in self.trackers() if membership in tracker.groups]
 
     def send(self, tracker: PlanTracker, outgoing: Outgoing) -> None:
-        """Sends what a plan has to say, and forgets the plan once it has ended everywhere."""
+        """Sends a plan's messages, and removes the plan once it has ended everywhere."""
         if outgoing:
             self._participants.deliver(tracker.plan.participants, outgoing)
         if tracker.has_ended:

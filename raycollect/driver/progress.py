@@ -1,6 +1,6 @@
-"""How far a collective is, or a run of a captured step: asks its participants for as long as somebody looks.
+"""The progress of a collective, or of a run of a captured step, from its participants' answers.
 
-Nobody is waited for. A participant that has not answered the last question is not asked again, and counts as where it
+A participant that has not answered the last question is not asked again, and counts as where it
 was when it last answered. The thread that waits draws the progress bars, by tqdm, on stderr.
 """
 
@@ -139,7 +139,7 @@ class Progress:
 
 
 class ProgressProbe:
-    """What the participants of a plan have reported about their progress. For one thread at a time."""
+    """The reported progress of a plan's participants. For one thread at a time."""
 
     def __init__(
         self,
@@ -156,14 +156,14 @@ class ProgressProbe:
         self._questions: list[tuple[Future[Any], float] | None] = [
             None
         ] * count  # open questions, and when they were asked
-        self._said: list[Measured | None] = [None] * count  # the last answers, of which no number goes back
+        self._said: list[Measured | None] = [None] * count  # the last answers, whose numbers never decrease
         self._most = 0
-        self._samples = deque([(began_s, 0)])  # (time, bytes done): the last before there was anything, and then all
+        self._samples = deque([(began_s, 0)])  # (time, bytes done): the last one without bytes, and all later ones
         self._ended_s: float | None = None
         self._idle_s = began_s  # the latest time at which no bytes were known
 
     def ask(self) -> None:
-        """Asks those who have not ended and have answered the last question."""
+        """Asks the participants that have not ended and have answered the last question."""
         tracker = self._tracker
         for at, question in enumerate(self._questions):
             if question is None and tracker.is_pending(at):
@@ -171,7 +171,7 @@ class ProgressProbe:
                 self._questions[at] = None if answer is None else (answer, self._clock())
 
     def hear(self, timeout_s: float = 0.0) -> None:
-        """Takes the answers that are there, or arrive within `timeout_s` seconds."""
+        """Takes the answers that arrive within `timeout_s` seconds."""
         if timeout_s:
             answered([question and question[0] for question in self._questions], timeout_s)
         for at, question in enumerate(self._questions):
@@ -179,7 +179,7 @@ class ProgressProbe:
                 continue
             said, before, self._questions[at] = question[0].result(), self._said[at], None
             if isinstance(said, Measured) and min(said.done, said.total, said.lent) >= 0:
-                total = said.total or (0 if before is None else before.total)  # who has ended has nothing to tell
+                total = said.total or (0 if before is None else before.total)  # an ended participant reports zero
                 done = max(0 if before is None else before.done, min(said.done, total))
                 self._said[at] = replace(said, total=total, done=done)
 
@@ -249,7 +249,7 @@ _NOTHING = Measured(request=0, has_begun=False, has_ended=False, done=0, total=0
 
 
 class ProgressBars:
-    """What `progress` gives: a block inside of which waits that last show a bar. Threads may share it."""
+    """The block of `progress`, inside of which long waits show a bar. Threads may share it."""
 
     def __init__(self, after_s: float) -> None:
         self._after_s = after_s
@@ -263,12 +263,12 @@ class ProgressBars:
 
 
 def progress(*, after_s: float = AFTER_S) -> ProgressBars:
-    """Shows how far collectives are, for as long as they are waited for.
+    """Shows the progress of collectives while they are waited for.
 
-    Inside a block ``with progress():``, whatever waits for a collective shows a bar on stderr, if it lasts: the
+    Inside a block ``with progress():``, long waits for a collective show a bar on stderr: the
     driver's operations, the ends of batches, `Work.wait`, runs of captured steps, `get` and `free`. ``await`` shows
-    none, nor do threads that the block starts. A bar counts the bytes of all participants together, and names who is
-    far behind.
+    none, nor do threads that the block starts. A bar counts the bytes of all participants together, and names the rank
+    that is far behind.
 
     Args:
         after_s: How long a wait has to last, in seconds.
@@ -295,7 +295,7 @@ def _tqdm() -> Any:
 
 @cache
 def _rated(made_by: Any) -> Any:
-    """A class of bars with a given rate: tqdm's own is that of the last move for ever, where nothing moves."""
+    """A class of bars with a given rate: without progress, tqdm's own rate never falls."""
 
     class Rated(made_by):  # type: ignore[misc]
         rate = 0.0
@@ -336,7 +336,7 @@ class Bar:
             far = self._probe.read()
             went_well = self._tracker.resolved and self._tracker.error is None
             self._show(drawn, far, "" if went_well else None)
-            drawn.leave = bool(far.total_nbytes) or not went_well  # where nobody ever told of bytes, there is nothing
+            drawn.leave = bool(far.total_nbytes) or not went_well  # a bar without bytes is removed
             drawn.close()
         except Exception as exc:  # noqa: BLE001 - see `look`
             _log.debug("a progress bar could not be ended: %s", exc)
@@ -357,7 +357,7 @@ class Bar:
                     self._drawn = self._make(desc=name, unit="B", unit_scale=True, total=total)
                 self._show(self._drawn, far)
             self._next_s = time.monotonic() + EVERY_S
-        except Exception as exc:  # noqa: BLE001 - a stderr that is closed, a widget that is gone: the wait goes on without
+        except Exception as exc:  # noqa: BLE001 - a closed stderr, a closed widget: the wait continues without a bar
             self._drawn, self._next_s = None, math.inf
             _log.debug("a progress bar could not be drawn: %s", exc)
             return

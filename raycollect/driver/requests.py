@@ -15,7 +15,7 @@ _UNSENT = "its plan could not be sent"
 
 
 class RequestList:
-    """Calls that go into one plan; `results` has a `Pending` for each ref that is still to be made. For one thread."""
+    """The recorded calls of one plan; `results` has a `Pending` for each new ref. For one thread."""
 
     __slots__ = ("_first", "_pending", "_places", "refs", "requests", "results")
 
@@ -24,7 +24,7 @@ class RequestList:
         self.clear()
 
     def clear(self) -> None:
-        """Drops all that was recorded; placeholders still say what they belong to."""
+        """Drops all recorded calls; placeholders still name their list."""
         self.requests: list[RequestKey] = []
         self.results: list[Any] = []
         self.refs: dict[Any, Any] = {}
@@ -32,7 +32,7 @@ class RequestList:
         self._pending: list[Pending] = []
 
     def source(self, key: Any, ref: Any) -> Source:
-        """What stands for an operand in plans."""
+        """The source of an operand in plans."""
         if key is None:
             return Made(ref.request - self._first)
         if type(ref) is Pending:
@@ -44,7 +44,7 @@ class RequestList:
         return place
 
     def promise(self, actor_id: str) -> Pending:
-        """Stands for what the next call makes on an actor."""
+        """A placeholder for the output of the next call on an actor."""
         pending = Pending(self, len(self.requests), actor_id)
         self._pending.append(pending)
         return pending
@@ -66,7 +66,7 @@ class RequestList:
         self._pending = [pending for pending in self._pending if pending.request < count]
 
     def send(self, controller: Controller, staging: int, *, is_awaited: bool) -> tuple[PlanTracker, Submission]:
-        """Sends all calls as one plan and settles what they make; only `results` are kept (P5).
+        """Sends all calls as one plan and settles their placeholders; only `results` stay (P5).
 
         `is_awaited` is as in `send_prepared`.
         """

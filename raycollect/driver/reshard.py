@@ -82,7 +82,7 @@ def reshard_refs(
     Raises:
         LayoutError: The layouts do not fit each other, or the tensors do not fit them; has all holes, overlaps,
             differences and tensors without a layout. Nothing has moved.
-        CollectiveTimeoutError: A method has not returned in time, and what it makes had to be known, as there are
+        CollectiveTimeoutError: A method has not returned in time, and its tensors had to be known, as there are
             patterns, or no layouts.
         RefusedError, GroupError, FaultError: As `allreduce_refs`.
     """
@@ -146,7 +146,7 @@ class ReshardCall(Call):
         return tuple(src.layouts.items()), tuple(dst.layouts.items())
 
     def _held(self, name: str) -> list[HeldTensors] | None:
-        """The names and placements of the tensors that the refs hold; None where they are still to be made."""
+        """The names and placements of the refs' tensors; None if they do not exist yet."""
         operands = self._bound[name]
         if any(operand.ref is None or type(operand.ref) is Pending for operand in operands.values()):
             return None

@@ -1,4 +1,4 @@
-"""Reports who is waited for and what they do instead, where a plan takes long or is late."""
+"""Reports the ranks that a slow or late plan waits for, and their activity."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _log = logging.getLogger("raycollect")
 
 FIRST_S = 1.0  # how long a wait goes on before anything is watched, in seconds
 
-_NOT_READY = (BEGINS, BEHIND_METHODS, FOR_AN_OPERAND)  # the steps of a rank that has not come to the collective yet
-LOOK_S = 2.0  # how long participants may take to say what they are doing, in seconds
+_NOT_READY = (BEGINS, BEHIND_METHODS, FOR_AN_OPERAND)  # the steps of a rank that has not begun the collective
+LOOK_S = 2.0  # how long participants may take to report their activity, in seconds
 
 
 def wait(
     controller: Controller, tracker: PlanTracker, timeout_s: float | None, *, progress: bool | None = None
 ) -> bool:
-    """Waits for a plan's outcome in the calling thread, with `Attention`; False where it is not known in time.
+    """Waits for a plan's outcome in the calling thread, with `Attention`; False if it is not known in time.
 
-    A plan whose own deadline comes first fails then.
+    A plan whose own deadline is earlier fails at that deadline.
     """
     limit_s = None if tracker.deadline is NEVER else tracker.deadline.left_s()
     left_s = min(math.inf if timeout_s is None else timeout_s, math.inf if limit_s is None else limit_s)
@@ -71,16 +71,16 @@ def _finite(seconds: float) -> float | None:
 
 
 class Attention(timers.Watcher):
-    """Watches a plan around a wait: warns once where that lasts, and ends a plan that hangs.
+    """Watches a plan during a wait: warns once if the wait is long, and ends a plan that hangs.
 
-    A plan hangs where some participants have ended it and others, which arrived at the agreement as well, have not
-    for its time limit: nobody in a collective waits for these, so no other limit ends it.
+    A plan hangs if some participants have ended it and others, which arrived at the agreement as well, have not
+    for its time limit: no rank waits for these, so no other limit ends it.
 
     Args:
         controller: The plan's.
         tracker: The plan.
         waited_s: How long the wait has lasted, in seconds.
-        within_s: How long it may last in all; nothing that is due then, or later, is done.
+        within_s: The limit of the wait; checks that are due later are left out.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Attention(timers.Watcher):
         self.stop()
 
     def look(self) -> float:
-        """Does what is due, in another thread: the participants may take long."""
+        """Starts the checks that are due, in another thread: the participants may take long."""
         if not self._tracker.resolved:
             threads.call_in_helper(threads.survives, self._look_apart)
         return math.inf
@@ -164,7 +164,7 @@ def _warn(controller: Controller, tracker: PlanTracker) -> None:
 def explain_delay(
     controller: Controller, tracker: PlanTracker, error: CollectiveTimeoutError, timeout_s: float = LOOK_S
 ) -> None:
-    """Adds to an error what those are doing whom it names, or else all who have not ended; asks once."""
+    """Adds reports to an error, once: of the ranks that it names, or of all that have not ended."""
     if not error.reports:
         threads.survives(_explain_delay, controller, tracker, error, timeout_s)  # the error matters more
 
@@ -196,7 +196,7 @@ def _name(
     seen: Mapping[str, Seen | None],
     timeout_s: float,
 ) -> None:
-    """Has an error name and report who did not come, or did not leave; without any it reports all who are late."""
+    """Sets the ranks of an error that never arrived, or did not leave; without any, it reports all late ranks."""
     reports = _reports(tracker, late, seen)
     absent = _absent(reports)
     named = absent or _reports(tracker, _stuck(tracker, overdue, timeout_s), seen)
@@ -206,13 +206,13 @@ def _name(
 
 
 def _stuck(tracker: PlanTracker, overdue: Overdue, timeout_s: float) -> list[Member]:
-    """Who did not leave an overdue plan at its abort, as others did."""
+    """The ranks that did not leave an overdue plan at its abort; empty if no rank left."""
     positions = overdue.stuck.result() if answered([overdue.stuck], min(timeout_s, LOOK_S)) else ()
     return [tracker.member(at) for at in positions] if len(positions) < len(tracker.plan.participants) else []
 
 
 def _absent(reports: Sequence[RankReport]) -> tuple[RankReport, ...]:
-    """Who did not come, of those who have not ended a plan in time; empty where all are in its kernels."""
+    """The ranks that never arrived, of those that have not ended a plan in time; empty if all are in its kernels."""
     some_wait = any(report.step.endswith(IN_CHECK) for report in reports)
 
     def is_here(report: RankReport) -> bool:
@@ -226,7 +226,7 @@ def _absent(reports: Sequence[RankReport]) -> tuple[RankReport, ...]:
 def _ask(
     controller: Controller, tracker: PlanTracker, members: Sequence[Member], timeout_s: float
 ) -> dict[str, Seen | None]:
-    """What members, and all who take part, say of themselves, by actor: those who wait know since when."""
+    """The activity of members and of all participants, by actor: waiting ranks report how long they have waited."""
     everyone = [tracker.member(at) for at in range(len(tracker.plan.participants))]
     everybody = list({member.actor_id: member for member in (*members, *everyone)}.values())
     said = controller.participants.look(everybody, min(timeout_s, LOOK_S))
@@ -236,7 +236,7 @@ def _ask(
 def _reports(
     tracker: PlanTracker, members: Sequence[Member], seen: Mapping[str, Seen | None]
 ) -> tuple[RankReport, ...]:
-    """What members that take part in a plan are doing; those who have not begun it come first."""
+    """The reports of members that take part in a plan; those that have not begun it are first."""
     reports = [
         report_of(
             member.rank,
@@ -252,14 +252,14 @@ def _reports(
 
 
 def step_of(tracker: PlanTracker, seen: Seen | None) -> str:
-    """Where in a plan a participant is, in words; empty where it is not in it."""
+    """The step of a plan in which a participant is, in words; empty if it does not run the plan."""
     return "" if seen is None else dict(zip(seen.running, seen.steps, strict=False)).get(tracker.seq, "")
 
 
 def awaited_s(tracker: PlanTracker, actor_id: str, seen: Mapping[str, Seen | None]) -> float:
-    """How long others have waited for a participant at an agreement, in seconds; 0: nobody waits for it.
+    """How long others have waited for a participant at an agreement, in seconds; 0: no rank waits for it.
 
-    `seen` is what the participants have said of themselves, by actor; one who gave no answer has arrived nowhere.
+    `seen` are the participants' answers by actor; a participant without an answer has arrived nowhere.
     """
     position, mine = tracker.plan.positions.get(actor_id, -1), seen.get(actor_id)
     if position < 0 or _has_done(tracker, mine):
@@ -273,7 +273,7 @@ def awaited_s(tracker: PlanTracker, actor_id: str, seen: Mapping[str, Seen | Non
 
 def _checks(tracker: PlanTracker, seen: Seen | None) -> dict[int, float]:
     """The launches whose agreement a participant has arrived at, and how many seconds ago."""
-    if seen is None or not _has_begun(tracker, seen):  # its own (imperative) calls have numbers, too
+    if seen is None or not _has_begun(tracker, seen):  # members' own calls have numbers, too
         return {}
     return {
         check: since_ms / 1000
@@ -291,12 +291,12 @@ def _has_begun(tracker: PlanTracker, seen: Seen | None) -> bool:
 
 
 def _is_past(tracker: PlanTracker, seen: Seen | None) -> bool:
-    """Whether it has ended a plan, however."""
+    """Whether it has ended a plan, in any way."""
     return seen is not None and seen.ended >= tracker.seq
 
 
 def _has_done(tracker: PlanTracker, seen: Seen | None) -> bool:
-    """Whether it has ended a plan that did not fail: after a failure, those who never began count as ended, too."""
+    """Whether it has ended a plan that did not fail: after a failure, ranks that never began count as ended, too."""
     return tracker.error is None and _is_past(tracker, seen)
 
 

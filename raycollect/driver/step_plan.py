@@ -36,7 +36,7 @@ class StepPlan(Plan):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return self.requests[0].name if len(self.requests) == 1 else "captured step"
 
     @property

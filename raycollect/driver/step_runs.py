@@ -1,8 +1,8 @@
 """The runs of one captured step: how they begin, are waited for, and end with the step.
 
-A participant at a doorbell ends its part of a run by a word in shared memory, which no thread of the driver watches:
-whoever waits for a run, or asks how it went, reads it. What does not fit there, what other machines say, and every
-failure comes over the channel.
+A participant with a doorbell ends its part of a run by a word in shared memory, which no thread of the driver watches:
+the waiter of a run reads it. Answers that do not fit there, answers of other machines, and every
+failure arrive over the channel.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from raycollect.planner import Membership
 from raycollect.ray_bridge import ray_actors
 from raycollect.ray_bridge.submitted_calls import NOTHING, AllHeld, SubmittedCalls
 
-_SLICE_S = 0.5  # how long a thread sleeps that is not woken, in seconds
+_SLICE_S = 0.5  # the longest sleep of a waiting thread, in seconds
 
 
 class RunTracker(PlanTracker):
@@ -68,7 +68,7 @@ class RunTracker(PlanTracker):
         self._runs = runs
         self.location = runs.location
         self.writes = runs.writes
-        self._is_chain = True  # methods do not hear that a rank broke
+        self._is_chain = True  # methods do not learn that a rank has failed
         self.number = number
         self.place: int = runs.begun
         self.results: list[bytes | None] = [None] * len(runs.step_plan.participants)
@@ -82,7 +82,7 @@ class RunTracker(PlanTracker):
         with Deferred():
             try:
                 while True:
-                    self._runs.waiting.add(me)  # before it looks, so that it is woken
+                    self._runs.waiting.add(me)  # before `look`, so that no wake-up is missed
                     if self.is_known:
                         return True
                     left_s = _SLICE_S if until_s == inf else min(_SLICE_S, until_s - monotonic())
@@ -98,7 +98,7 @@ class RunTracker(PlanTracker):
                 self._runs.waiting.discard(me)
 
     def look(self) -> None:
-        """Takes what participants have said in shared memory."""
+        """Takes the participants' answers in shared memory."""
         doorbell = self._runs.doorbell
         if doorbell is None or not self._slots:
             return
@@ -195,7 +195,7 @@ class StepRuns:
         self.begun: int = 0  # how many runs there were
         self.waiting: set[int] = set()  # the threads that wait for runs
         self._after: dict[int, list[bytes]] = {}  # the calls that runs under way wait for, by run and position
-        self._passed = [NOTHING] * len(self._slots)  # by position, the last call that runs need not wait for any more
+        self._passed = [NOTHING] * len(self._slots)  # by position, the last call that is known to have ended
         self._calls = _ordered(self._links)
 
     # ------------------------------------------------------------------------------------------ beginning
@@ -204,7 +204,7 @@ class StepRuns:
         """Begins a run, inside of `Deferred`; waits for the oldest where `IN_FLIGHT` are under way."""
         while True:
             calls = self._calls
-            # First, as in `send_prepared`: what comes later takes its place behind the run on all actors at once
+            # All locks at once, as in `send_prepared`
             with AllHeld(calls), self.plans.dispatching:
                 if self.is_closed or self.failure is not None or self.plans.revision is not self._revision:
                     self._check()
@@ -229,7 +229,7 @@ class StepRuns:
         )
 
     def read(self, position: int, submit: Callable[[Any], Any]) -> Any:
-        """Submits a call to a participant's actor that later runs need not come after; returns what `submit` does."""
+        """Submits a call to a participant's actor that later runs need not wait for; returns the result of `submit`."""
         actor = ray_actors.actor_handle(self.step_plan.participants[position])  # the lease may have ended
         calls = self._links[position][0].calls if self._links else None
         if calls is None:
@@ -246,7 +246,7 @@ class StepRuns:
         return next((tracker for tracker in tuple(self._under_way) if not tracker.resolved), None)
 
     def _check(self) -> None:
-        """Raises what is wrong with the step, and finds the participants again after a change of groups."""
+        """Raises the reason why the step can't run, and finds the participants again after a change of groups."""
         if self.is_closed:
             raise CaptureError(detail="this captured step is closed: capture it again to run it")
         if self.failure is not None:
@@ -264,11 +264,11 @@ class StepRuns:
         self._revision = revision
 
     def _calls_before(self) -> list[bytes]:
-        """The last call of each actor, behind which the next run comes."""
+        """The last call of each actor, which the next run follows."""
         preceding = []
         for (peer, _), passed in zip(self._links, self._passed, strict=True):
             calls = peer.calls
-            last = NOTHING if calls is None else calls.last  # without an order of its methods there is none
+            last = NOTHING if calls is None else calls.last  # NOTHING: its methods have no order
             preceding.append(UNKNOWN_TASK if last is None else NOTHING if last == passed else last)
         return preceding
 
@@ -285,10 +285,10 @@ class StepRuns:
             self._after[seq] = after
         try:
             self._tell(tracker, arguments, after)
-        except Exception as exc:  # noqa: BLE001 - whatever Ray raises: who was told of the run hears that it has ended
+        except Exception as exc:  # noqa: BLE001 - any of Ray's: participants that got the run are told of its end
             self._stop_short(tracker, exc)
             return tracker
-        if plans.revision is not self._revision:  # who ended a group meanwhile may not have seen this run
+        if plans.revision is not self._revision:  # the thread that ended a group meanwhile may not have seen this run
             self._look_again(tracker)
         return tracker
 
@@ -359,7 +359,7 @@ class StepRuns:
             for other in reversed(tuple(self._under_way)):
                 if other.place > tracker.place:
                     self.plans.fail(other, PlanAbortedError(detail=detail))
-        if tracker.error is None or tracker.has_ended:  # it went well only where all have ended
+        if tracker.error is None or tracker.has_ended:  # a run succeeds only after all have ended
             self.plans.remove(tracker)
         if self.doorbell is not None and self.waiting.difference((threading.get_ident(),)):
             self.doorbell.wake()
@@ -374,14 +374,14 @@ class StepRuns:
         self.plans.dispatching.soon(self.let_go)
 
     def let_go_idle(self) -> bool:
-        """`close` for who holds `dispatching`; does nothing and returns False where a run is under way."""
+        """`let_go` if no run is under way; False otherwise."""
         if not self.is_idle:
             return False
         self.let_go()
         return True
 
     def let_go(self) -> None:
-        """`close` for who holds `dispatching`."""
+        """`close`, for a caller that holds `dispatching`."""
         if self.is_closed:
             return
         self.is_closed = True

@@ -1,4 +1,4 @@
-"""Fetching and freeing what refs stand for, in the order of this process's collectives."""
+"""Fetches and frees the values of refs, in the order of this process's collectives."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 
 _HELD = (ray.ObjectRef, Handle)
 
-_COPY_S = 5.0  # the least time for all copies, in seconds: the caller's limit is for what is still on its way
+_COPY_S = 5.0  # the least time for all copies, in seconds: the caller's limit is for methods and collectives
 
 
 _AT_ONCE = 8  # from how many holders values are fetched at once
@@ -72,10 +72,10 @@ def get(refs: Any, timeout_s: float | None = None, *, ordered: bool = False) -> 
         The value, or the list of values.
 
     Raises:
-        TensorFreedError, TensorLostError, TensorDirtyError: The tensor is gone, or half written.
+        TensorFreedError, TensorLostError, TensorDirtyError: The tensor was freed, lost, or is half written.
         HolderUnreachableError: The process that holds it could not be reached in time.
         GetTimeoutError: Ray's own: the method, or a collective that writes the tensor, has not ended in time.
-        BatchError: A ref is still to be made by a batch that has not ended.
+        BatchError: A ref is an output of a batch that has not ended.
         InvalidArgumentError: An argument makes no sense; `ordered` in a process that never had a handle of the actor.
     """
     if timeout_s is not None or ordered is not False:
@@ -155,15 +155,15 @@ def free(refs: Any, *, timeout_s: float | None = None) -> int:
         timeout_s: How long to wait for these, and for the methods that make the tensors, in seconds; None: no limit.
 
     Returns:
-        How many were held.
+        The number of freed tensors.
 
     Raises:
         GetTimeoutError: Ray's own: they have not ended in time; nothing was freed.
         InvalidArgumentError: `timeout_s` makes no sense.
         NotATensorError: A ref does not stand for a kept tensor.
-        TensorLostError: The participant is gone.
+        TensorLostError: The participant has ended.
         HolderUnreachableError: It could not be reached in time.
-        BatchError: A ref is still to be made by a batch that has not ended.
+        BatchError: A ref is an output of a batch that has not ended.
     """
     refuse("free", wrong_wait(timeout_s))
     ensure_ray("free", refs)
@@ -184,7 +184,7 @@ def free(refs: Any, *, timeout_s: float | None = None) -> int:
 
 
 def _values(refs: Sequence[Any], until_s: float) -> list[Any]:
-    """What refs stand for; Ray brings all of them here at once."""
+    """The values of refs; Ray fetches all of them at once."""
     awaited = list(dict.fromkeys(ref for ref in refs if isinstance(ref, ray.ObjectRef)))
     if len(awaited) > 1 and not any(map(direct_transport.is_direct, awaited)):
         with suppress(ValueError):  # Ray knows no owner of one of them: `_value` names it
@@ -223,6 +223,6 @@ def _wait_for_writers(refs: Iterable[Any], until_s: float, *, readers: bool = Fa
         written = [tracker.writes[key] for key in keys if key in tracker.writes]
         if not any(written) and not (readers and written):
             continue
-        controller.plans.dispatching.refuse_inside()  # the plan may be one that this thread is about to send
+        controller.plans.dispatching.refuse_inside()  # this thread may be about to send the plan
         if not stall_report.wait(controller, tracker, _left_s(until_s)):
             raise GetTimeoutError(f"{tracker.plan.name}, which writes the tensor, has not ended in time; it goes on")

@@ -65,7 +65,7 @@ def describe_process() -> str:
 
 
 def owner_id() -> str:
-    """The `worker_id` of the process that made this actor; empty if this process is no actor."""
+    """The `worker_id` of the process that created this actor; empty if this process is no actor."""
     from ray.core.generated import core_worker_pb2
 
     messages: Any = core_worker_pb2  # their names are made when it is imported
@@ -107,8 +107,8 @@ def declares_count(method: Any) -> bool:
 def is_streamed(frame: FrameType) -> bool | None:
     """Whether Ray streams a generator that has just begun; None if this Ray can't tell.
 
-    Only Ray's execution context knows. It was made a moment ago, so it is nearly always among the youngest objects; the
-    others are searched where it is not.
+    Only Ray's execution context knows. It is new, so it is nearly always among the youngest objects; the
+    others are searched if it is not.
     """
     kind = getattr(_raylet, "StreamingGeneratorExecutionContext", None)
     if kind is None:
@@ -180,7 +180,7 @@ def is_generator(handle: Any, method: str) -> bool:
 
 
 def unusual_options(handle: Any, method: str, options: dict[str, Any]) -> dict[str, str]:
-    """What the caller of a method asks of its task, by option; `options` are of Ray's function that submits it."""
+    """The options of a task that differ from the method's own; `options` are those of Ray's submit function."""
     declared = getattr(handle, method)
     usual = {
         "name": "",

@@ -12,7 +12,7 @@ from ray._private.state import GlobalState, state
 from ray.core.generated import gcs_pb2
 from ray.experimental import internal_kv
 
-_raylet_types: Any = _raylet  # its types leave out what is used here
+_raylet_types: Any = _raylet  # its type stubs lack some names
 _messages: Any = gcs_pb2  # their names are made when it is imported
 
 NAMESPACE = b"raycollect"
@@ -72,7 +72,7 @@ class KeyValueStore:
 
 
 class ClusterTables:
-    """What a cluster knows of its nodes, jobs and actors.
+    """The tables of a cluster: its nodes, jobs and actors.
 
     Args:
         state: Ray's reader of the tables.
@@ -112,7 +112,7 @@ def read_cluster(address: str) -> tuple[KeyValueStore, ClusterTables]:
     """Returns a cluster's key-value store and tables, without becoming a driver there.
 
     Raises:
-        RayError, RuntimeError: Nobody answers there, or a Ray of another version.
+        RayError, RuntimeError: No answer from there, or a Ray of another version.
     """
     store, reader = KeyValueStore(_raylet_types.GcsClient(address=address)), GlobalState()
     options = _raylet_types.GcsClientOptions.create(

@@ -1,4 +1,4 @@
-"""Has a recorder take what a thread calls of Ray, as long as a step is recorded there.
+"""Passes a thread's calls of Ray to a recorder, as long as a step is recorded there.
 
 `submitted_calls` sees the methods of actors. Here are tasks, actors that are created, and the arguments of `ray.get`,
 `ray.wait` and `ray.put`.
@@ -25,7 +25,7 @@ from raycollect.ray_bridge.submitted_calls import CallRecorder, recorder, record
 
 
 def begin(to: CallRecorder) -> Token[CallRecorder | None]:
-    """Gives a recorder the calls of this thread, or asynchronous task, until `end` gets what this returns."""
+    """Passes the calls of this thread, or asynchronous task, to a recorder, until `end` of the returned token."""
     submitted_calls.see_calls()
     hook(RemoteFunction, "_remote", partial(_refusing, _task_name))
     hook(ActorClass, "_remote", partial(_refusing, _creation_name))
