@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
@@ -11,9 +11,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from raycollect.captured.calls import MethodCall, StepRequests
+from raycollect.captured.calls import MethodCall
 from raycollect.captured.compiler import StepCompiler, together
 from raycollect.captured.error_text import StepErrorText
+from raycollect.captured.recording import Recording
 from raycollect.channel.doorbell import Doorbell
 from raycollect.channel.messages import Forget
 from raycollect.core.deadline import Deadline
@@ -21,7 +22,6 @@ from raycollect.core.model import Member
 from raycollect.core.signals import Allowed
 from raycollect.driver.controller import Controller
 from raycollect.driver.participant_link import ParticipantLink
-from raycollect.driver.pending import Pending
 from raycollect.driver.plan_tracker import retrieve_errors
 from raycollect.driver.requests import Ref
 from raycollect.driver.step_plan import StepPlan
@@ -41,6 +41,7 @@ from raycollect.errors import (
     strip_traceback,
 )
 from raycollect.errors.text import listed
+from raycollect.group.membership import DEFAULT_TIMEOUT_S
 from raycollect.planner import Membership, Source
 from raycollect.pos.handle import Handle
 from raycollect.ray_bridge import direct_transport, ray_session
@@ -80,7 +81,7 @@ def _give_kept(capture: bytes, seq: int, count: int, actor: Any) -> Any:
     return actor.__raycollect_give_kept__.options(num_returns=count, max_task_retries=0).remote(capture, seq)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Installation:
     """Sends each participant its step program."""
 
@@ -90,8 +91,7 @@ class _Installation:
     step_plan: StepPlan
     memberships: Sequence[Membership]
     words: StepErrorText
-    deadline_s: float
-    timeout_s: float
+    deadline: Deadline
 
     def send(self) -> StepRuns:
         """Sends the programs and waits until all have acknowledged them; on failure all forget the step."""
@@ -140,9 +140,7 @@ class _Installation:
         segment = doorbell.segment if doorbell is not None and slot >= 0 else None
         payload = CAPTURES.encode((self.compiler.step_program(at), segment, slot))
         try:
-            method = peer.actor._raycollect_capture
-            method = method.options(num_returns=1, max_task_retries=0, enable_task_events=False)
-            return method.remote(payload, *self.compiler.refs(at).values())
+            return peer.task("_raycollect_capture", 1).remote(payload, *self.compiler.refs(at).values())
         except Exception as exc:
             self.controller.groups.check(self.memberships)  # another thread may have destroyed the group meanwhile
             detail = f"{type(exc).__name__}: {exc}"
@@ -150,7 +148,7 @@ class _Installation:
 
     def _hear(self, tasks: list[Any]) -> list[bool]:
         homes = self.step_plan.homes
-        opened, late, until_s = {}, list(tasks), self.deadline_s
+        opened, late, until_s = {}, list(tasks), self.deadline.until_s
         errors: list[RaycollectError] = []
         while late:
             done, late = ray.wait(late, timeout=max(until_s - monotonic(), 0))
@@ -172,14 +170,14 @@ class _Installation:
         return [opened[task] for task in tasks]
 
     def _late(self, missing: Sequence[tuple[Membership, Member]]) -> RaycollectError:
-        group = missing[0][0]
+        group, timeout_s = missing[0][0], self.deadline.timeout_s
         names = listed(member.actor for _, member in missing)
         return CollectiveTimeoutError(
             op="capture",
             group_name=group.spec.name,
-            detail=f"after {self.timeout_s:g} s these were not ready, or the methods whose refs they use: {names}",
+            detail=f"after {timeout_s:g} s these were not ready, or the methods whose refs they use: {names}",
             missing=tuple(member.rank for other, member in missing if other is group),
-            timeout_s=self.timeout_s,
+            timeout_s=timeout_s,
         )
 
     def _failed(self, at: int, exc: RayError) -> RaycollectError:
@@ -203,53 +201,34 @@ class _Installation:
         return DispatchError(op="capture", group_name=group.spec.name, actor=member.actor, detail=str(exc))
 
 
-def install(
-    controller: Controller,
-    capture: bytes,
-    request_list: StepRequests,
-    returned: Sequence[Any],
-    hold: Callable[[Controller, Membership], None],
-    *,
-    retained: Sequence[Pending] = (),
-    staging: int,
-    timeout_s: float,
-) -> Installed:
-    """Plans the recorded calls, and prepares all participants to run them."""
-    deadline_s = monotonic() + timeout_s
+def install(controller: Controller, capture: bytes, block: Recording) -> Installed:
+    """Plans the calls that a block has recorded, and prepares all participants to run them."""
+    deadline = Deadline.after(DEFAULT_TIMEOUT_S if block.timeout_s is None else block.timeout_s)
+    request_list = block.request_list
     memberships = [request.group for request in request_list.requests]
     declared = {membership.spec.name for membership in memberships if controller.groups.find(membership.spec.name)}
     words = StepErrorText(capture, request_list, declared)
-    compiler = StepCompiler(capture, request_list, staging, words)
+    compiler = StepCompiler(capture, request_list, block.staging_nbytes, words)
     if compiler.idle:  # a group that no plan uses has their leases
         with Allowed():
-            membership = controller.groups.derive(compiler.idle, max(deadline_s - monotonic(), 0.1))
-        hold(controller, membership)
+            membership = controller.groups.derive(compiler.idle, max(deadline.until_s - monotonic(), 0.1))
+        block._hold(controller, membership)
         memberships.append(membership)
     with Allowed():
         step_plan = compiler.step_plan(memberships)
-        places, retained_places = compiler.write(returned), compiler.keep(retained)
-        _check_refs(request_list.calls, deadline_s, timeout_s)
-    installation = _Installation(
-        controller=controller,
-        capture=capture,
-        compiler=compiler,
-        step_plan=step_plan,
-        memberships=memberships,
-        words=words,
-        deadline_s=deadline_s,
-        timeout_s=timeout_s,
-    )
+        places, retained = compiler.write(block.leaves), compiler.keep(block.retained)
+        _check_refs(request_list.calls, deadline)
     return Installed(
-        runs=installation.send(),
+        runs=_Installation(controller, capture, compiler, step_plan, memberships, words, deadline).send(),
         calls=tuple(request_list.calls),
         places=places,
-        retained=retained_places,
+        retained=retained,
         names=compiler.names,
         operands=compiler.operands(),
     )
 
 
-def _check_refs(calls: Iterable[MethodCall], deadline_s: float, timeout_s: float) -> None:
+def _check_refs(calls: Iterable[MethodCall], deadline: Deadline) -> None:
     strangers = [
         (call, argument)
         for call in calls
@@ -259,10 +238,10 @@ def _check_refs(calls: Iterable[MethodCall], deadline_s: float, timeout_s: float
     violations, cause = [], None
     for call, argument in strangers:
         try:
-            value: Any = direct_transport.get(argument.ref, max(deadline_s - monotonic(), 0))
+            value: Any = direct_transport.get(argument.ref, deadline.left_s())
         except ray.exceptions.GetTimeoutError:
-            detail = f"{argument.where}: its method has not returned within {timeout_s:g} s"
-            raise CollectiveTimeoutError(op="capture", detail=detail, timeout_s=timeout_s) from None
+            detail = f"{argument.where}: its method has not returned within {deadline.timeout_s:g} s"
+            raise CollectiveTimeoutError(op="capture", detail=detail, timeout_s=deadline.timeout_s) from None
         except RayError as exc:
             absent = Violation(kind="lost", field=argument.where, found="", ref=argument.key.hex())
             violation, cause = look_into(absent, argument.ref, Deadline.after(LOOK_INTO_S))  # its method has failed

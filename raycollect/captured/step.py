@@ -38,7 +38,6 @@ from raycollect.errors import (
     wrong_flags,
     wrong_time_limit,
 )
-from raycollect.group.membership import DEFAULT_TIMEOUT_S
 from raycollect.planner import STAGING_NBYTES, Source
 from raycollect.planner.report import StepExplanation
 from raycollect.planner.wording import counted
@@ -144,20 +143,10 @@ class Capture(BoundToProcess):
         self._counts = len(request_list.requests), len(request_list.calls)
         request_list.end_plan()
         self._controller = Controller.current()
-        block = self._block
-        installed = install(
-            self._controller,
-            self._id,
-            request_list,
-            block.leaves,
-            block._hold,
-            retained=block.retained,
-            staging=block.staging_nbytes,
-            timeout_s=DEFAULT_TIMEOUT_S if block.timeout_s is None else block.timeout_s,
-        )
+        installed = install(self._controller, self._id, self._block)
         self._installed, self._runs = installed, installed.runs
         self._parameters.place(installed.names)
-        block.seal()
+        self._block.seal()
 
     # ------------------------------------------------------------------------------------------ recording
 

@@ -103,7 +103,7 @@ class ParticipantLink:
         self._answer: RaycollectError | None = None
         self.has_mailbox: bool | None = None
         self._answered = threading.Event()
-        self._submits: dict[int, Any] = {}
+        self._tasks: dict[tuple[str, int], Any] = {}
         self._requests = itertools.count(1)
         self._questions: dict[int, Future[Any]] = {}
         self._collected: dict[int, bytearray] = {}  # the parts so far of long answers
@@ -112,20 +112,25 @@ class ParticipantLink:
         self._keeping: set[str] = set()  # its methods that have returned tensors
         self._run = () if info["participant"] else (participant.run_program,)
 
+    def task(self, name: str, returns: int) -> Any:
+        """A method of the actor, to be submitted as a task of the package."""
+        method = self._tasks.get((name, returns))
+        if method is None:
+            # Not retried: a second run would work on data that the first has changed. No task events: they cost 3 % of
+            # a small plan, and the recorder knows more of it than Ray's dashboard could.
+            method = getattr(self.actor, name)
+            method = method.options(num_returns=returns, max_task_retries=0, enable_task_events=False)
+            self._tasks[name, returns] = method
+        return method
+
     def submit(self, payload: bytes, outputs: int, behind: Sequence[Any] = ()) -> list[Any]:
         """Submits a program as one actor task, which Ray begins once the refs in `behind` have values.
 
         Returns:
             The refs of its outputs.
         """
-        method = self._submits.get(outputs)
-        if method is None:
-            # Not retried: a second run would work on data that the first has changed. No task events: they cost 3 % of
-            # a small plan, and the recorder knows more of it than Ray's dashboard could.
-            method = self.actor.__ray_call__ if self._run else self.actor._raycollect_run
-            method = method.options(num_returns=outputs, max_task_retries=0, enable_task_events=False)
-            self._submits[outputs] = method
         calls = self.calls
+        method = self.task("__ray_call__" if self._run else "_raycollect_run", outputs)
         if calls is None:
             refs = method.remote(*self._run, payload, *behind)
         else:
@@ -177,11 +182,7 @@ class ParticipantLink:
 
     def fence(self, seq: int) -> None:
         """Submits an actor task that lets a plan begin, and ends with the plan."""
-        method = self._submits.get(-1)
-        if method is None:
-            method = self.actor._raycollect_fence.options(num_returns=0, max_task_retries=0, enable_task_events=False)
-            self._submits[-1] = method
-        method.remote(self._controller_id, seq)
+        self.task("_raycollect_fence", 0).remote(self._controller_id, seq)
 
     def lend_tokens(self, owner: bytes, soon: Callable[[Callable[[], None]], bool]) -> None:
         """Lends tokens to the calls of methods that return tensors, from now on; see `CallTokens`."""
@@ -203,7 +204,7 @@ class ParticipantLink:
         """Ends the lease; the connection ends once no process holds a value whose token was lent."""
         link, self.actor = self.link, None  # so that the actor may end
         self.slot = None
-        self._submits.clear()
+        self._tasks.clear()
         if link is not None:
             self._end_tokens(link.close)
 

@@ -31,7 +31,6 @@ from raycollect.errors import (
     CaptureBrokenError,
     CaptureError,
     CollectiveTimeoutError,
-    DispatchError,
     FaultError,
     MethodError,
     PlanAbortedError,
@@ -326,14 +325,8 @@ class StepRuns:
         """Ends a run that could not be sent to all."""
         last = len(self._links) - 1
         at = next((at for at, (peer, _) in enumerate(self._links) if peer.last_seq != tracker.seq), last)
-        self.plans.fail(tracker, self._unsent(at, exc), unsent=range(at, last + 1))
-
-    def _unsent(self, at: int, exc: Exception) -> RaycollectError:
-        group, member = self.step_plan.homes[at]
-        name, detail = group.spec.name, f"{type(exc).__name__}: {exc}"
-        error = DispatchError(group_name=name, rank=member.rank, actor=member.actor, detail=detail)
-        error.__cause__ = exc
-        return strip_traceback(error)
+        error = self._links[at][0].unsent(exc, tracker.member(at).rank)
+        self.plans.fail(tracker, error, unsent=range(at, last + 1))
 
     # ------------------------------------------------------------------------------------------ the end
 
