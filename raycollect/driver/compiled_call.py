@@ -18,7 +18,7 @@ from raycollect.core.model import Key, OpKind, ReduceOp
 from raycollect.core.signals import Deferred
 from raycollect.driver.batch import Batch
 from raycollect.driver.controller import Controller
-from raycollect.driver.dispatch import DispatchPlan, RequestKey, Submission
+from raycollect.driver.dispatch import DispatchPlan, RequestKey, Submission, send
 from raycollect.driver.driver_rank import with_results
 from raycollect.driver.pending import Pending
 from raycollect.driver.work import Work, wait_or_abort
@@ -136,12 +136,14 @@ def carry_out(
     if around is not None:
         return _record(controller, compiled, keys, refs, around, values)
     prepared: DispatchPlan = compiled.prepared  # type: ignore[assignment]  # it is in no batch
-    results = [values[at] if type(at) is int else Pending(None, 0, str(at)) for at in compiled.results]
-    submission = Submission(prepared, {keys[at]: refs[at] for at in compiled.operands}, compiled.returned(results))
+    operands = {keys[at]: refs[at] for at in compiled.operands}
+    returned = compiled.returned(
+        [values[at] if type(at) is int else Pending(None, 0, str(at)) for at in compiled.results]
+    )
     with Deferred():
-        tracker, result = submission.send(controller, deadline, is_awaited=not async_op)
+        tracker, result = send(controller, prepared, operands, returned, is_awaited=not async_op, deadline=deadline)
         if async_op:
-            return Work(controller, tracker, result, submission)
+            return Work(controller, tracker, result, Submission(prepared, operands, returned))
         wait_or_abort(controller, tracker)
     if tracker.error is not None:
         return Work(controller, tracker, result).wait()

@@ -206,13 +206,6 @@ class Submission(NamedTuple):
     refs: Mapping[Key, Any]
     results: Any = None
 
-    def send(
-        self, controller: Controller, deadline: Deadline = NEVER, *, is_awaited: bool = False
-    ) -> tuple[PlanTracker, Any]:
-        """Sends the plan, as `send_prepared`; returns its tracker, and the return value of its calls."""
-        tracker = send_prepared(controller, self.prepared, self.refs, is_awaited=is_awaited, deadline=deadline)
-        return tracker, made_by(tracker, self.results) if self.prepared.makes else self.results
-
     def again(self, controller: Controller, tracker: PlanTracker) -> Submission:
         """The same calls, over the same tensors and the groups as they are now, after `tracker` failed."""
         name, before = tracker.plan.name, self.prepared
@@ -240,22 +233,27 @@ def made_by(tracker: PlanTracker, result: Any) -> Any:
     return tracker.outputs.get((result.request, tracker.plan.positions[result.actor_id]))
 
 
-def send_prepared(
+def send(
     controller: Controller,
     prepared: DispatchPlan,
     refs: Mapping[Key, Any],
+    results: Any = None,
     *,
     is_awaited: bool = False,
     deadline: Deadline = NEVER,
-) -> PlanTracker:
-    """Sends each participant its part of a plan over these refs, inside of `Deferred`.
+) -> tuple[PlanTracker, Any]:
+    """Sends each participant its part of a `Submission`'s plan, inside of `Deferred`.
 
     Args:
         controller: The controller.
         prepared: The plan.
-        refs: The operands, by the places that the programs name.
+        refs: The operands.
+        results: The return value of its calls.
         is_awaited: Whether the calling thread waits for the plan now, and so looks at its letters itself.
         deadline: That of a call that began before; by default the calls' own limits count from now.
+
+    Returns:
+        The plan under way, and the results with refs in place of each `Pending`.
     """
     planned, plans = prepared.plan, controller.plans
     if deadline is NEVER and prepared.limit_s is not None:
@@ -272,7 +270,7 @@ def send_prepared(
                 plans.remove(tracker)
                 continue
             _send_parts(controller, prepared, tracker, peers, is_awaited=is_awaited)
-            return tracker
+            return tracker, made_by(tracker, results) if prepared.makes else results
 
 
 def _send_parts(

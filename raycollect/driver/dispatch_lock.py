@@ -30,7 +30,7 @@ class Inside(Deferred):
     __slots__ = ("_me",)
 
     def __enter__(self) -> None:
-        super().__enter__()
+        Deferred.__enter__(self)
         me = get_ident()
         self._me = 0 if me in INSIDE else me
         INSIDE.add(me)
@@ -38,7 +38,7 @@ class Inside(Deferred):
     def __exit__(self, *exc: object) -> None:
         if self._me:
             INSIDE.discard(self._me)
-        super().__exit__()
+        Deferred.__exit__(self)
 
 
 def answered(futures: Iterable[Future[Any] | None], timeout_s: float) -> set[Future[Any]]:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from raycollect.core.model import Key
 from raycollect.driver.controller import Controller
-from raycollect.driver.dispatch import RequestKey, Submission, made_by, prepare
+from raycollect.driver.dispatch import RequestKey, Submission, made_by, prepare, send
 from raycollect.driver.pending import Pending
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.planner import Made, Source
@@ -68,10 +68,10 @@ class RequestList:
     def send(self, controller: Controller, staging: int, *, is_awaited: bool) -> tuple[PlanTracker, Submission]:
         """Sends all calls as one plan and settles their placeholders; only `results` stay (P5).
 
-        `is_awaited` is as in `send_prepared`.
+        `is_awaited` is as in `send`.
         """
         submission = Submission(prepare(tuple(self.requests), staging, tuple(self.refs)), self.refs, self.results)
-        tracker, results = submission.send(controller, is_awaited=is_awaited)
+        tracker, results = send(controller, *submission, is_awaited=is_awaited)
         for pending in self._pending:
             pending._settle(made_by(tracker, pending), _UNSENT)
         self.clear()

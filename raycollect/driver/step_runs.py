@@ -203,7 +203,7 @@ class StepRuns:
         """Begins a run, inside of `Deferred`; waits for the oldest where `IN_FLIGHT` are under way."""
         while True:
             calls = self._calls
-            # All locks at once, as in `send_prepared`
+            # All locks at once, as in `send`
             with AllHeld(calls), self.plans.dispatching:
                 if self.is_closed or self.failure is not None or self.plans.revision is not self._revision:
                     self._check()

@@ -21,7 +21,7 @@ from raycollect.core.model import Key
 from raycollect.core.signals import Deferred
 from raycollect.driver import stall_report
 from raycollect.driver.controller import Controller
-from raycollect.driver.dispatch import Submission
+from raycollect.driver.dispatch import Submission, send
 from raycollect.driver.driver_rank import with_results
 from raycollect.driver.plan_tracker import ABSENT, PlanTracker, retrieve_errors
 from raycollect.driver.progress import Progress, ProgressProbe
@@ -255,7 +255,7 @@ class Work(UnderWay):
             raise RetryError(op=self._tracker.plan.name, detail="it ended without an error: nothing to retry")
         submission = self._sent[0].again(self._controller, self._tracker)
         with Deferred():
-            tracker, refs = submission.send(self._controller)
+            tracker, refs = send(self._controller, *submission)
             return Work(self._controller, tracker, refs, submission)
 
     def __await__(self) -> Generator[Any, None, Any]:

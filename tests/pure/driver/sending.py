@@ -6,7 +6,7 @@ from typing import Any
 
 from raycollect.core.signals import Deferred
 from raycollect.driver.controller import Controller
-from raycollect.driver.dispatch import RequestKey, Submission, prepare
+from raycollect.driver.dispatch import RequestKey, prepare, send
 from raycollect.driver.plan_tracker import PlanTracker
 
 
@@ -14,6 +14,6 @@ def send_plan(
     controller: Controller, requests: tuple[RequestKey, ...], refs: dict[Any, Any], *, is_awaited: bool = False
 ) -> PlanTracker:
     """Sends calls over these refs as one plan, which may pack small tensors."""
-    submission = Submission(prepare(requests, 1 << 20, tuple(refs)), refs)
+    prepared = prepare(requests, 1 << 20, tuple(refs))
     with Deferred():
-        return submission.send(controller, is_awaited=is_awaited)[0]
+        return send(controller, prepared, refs, is_awaited=is_awaited)[0]
