@@ -7,8 +7,8 @@ their part (`core.signals`): an exception of a handler comes up where there is n
 The message is a letter in the controller's mailbox, or an `Order` by the channel. It says behind which call of the
 actor the plan is; where that can't be known, or the actor's methods overlap, the plan is an actor task, which takes its
 place in the actor's queue. So is a plan that makes something, as its refs are the task's returns. So is one whose
-operand's method Ray may run again, after an exception: that ref is an argument of the task, so that Ray begins it, and
-what is behind it, after the last try.
+operand's method Ray may run again, after an exception or in a new process of the actor: that ref is an argument of the
+task, so that Ray begins the task, and the calls behind it, after the last try.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ from raycollect.member import participant
 from raycollect.pos import fetch
 from raycollect.ray_bridge import direct_transport
 from raycollect.ray_bridge.call_tokens import CallTokens
-from raycollect.ray_bridge.submitted_calls import NOTHING, SubmittedCalls
+from raycollect.ray_bridge.submitted_calls import NOTHING, SubmittedCalls, expect_retries
 
 _ANSWERS = Surveyed, Seen, Measured, Ticked, Unable
 
@@ -92,6 +92,7 @@ class ParticipantLink:
         self.actor: Any = actor
         self.calls: SubmittedCalls | None = calls  # None: plans in program order have to be actor tasks
         if calls is not None:
+            expect_retries(info["actor_id"])
             with calls.lock:  # another process may have been leased before, whose calls Ray may run here again
                 calls.last, calls.before = None, None
         self._controller_id = controller_id

@@ -10,6 +10,7 @@ from ray import _raylet
 from ray._private import services
 from ray._private.state import GlobalState, state
 from ray.core.generated import gcs_pb2
+from ray.exceptions import RayError
 from ray.experimental import internal_kv
 
 _raylet_types: Any = _raylet  # its type stubs lack some names
@@ -27,6 +28,14 @@ def living_workers() -> frozenset[str]:
         for worker in table
         if worker.is_alive and worker.worker_address.node_id.hex() in nodes
     )
+
+
+def has_restarted(actor_id: str) -> bool:
+    """Whether Ray has restarted an actor; True if the control store does not answer."""
+    try:
+        return bool(state.actor_table(actor_id).get("NumRestarts"))
+    except (RayError, RuntimeError):
+        return True
 
 
 class KeyValueStore:

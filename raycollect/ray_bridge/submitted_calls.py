@@ -19,6 +19,7 @@ from ray.actor import ActorHandle
 
 from raycollect.core.model import TASK_NBYTES, Key
 from raycollect.core.signals import waiting
+from raycollect.ray_bridge import ray_cluster
 from raycollect.ray_bridge.call_tokens import CallTokens
 from raycollect.ray_bridge.hooks import hook
 
@@ -122,19 +123,36 @@ class AllHeld:
         self._held = 0
 
 
-_retried: OrderedDict[bytes, None] = OrderedDict()  # the latest tasks that Ray retries if their methods raise
+# The latest tasks that Ray may run after calls that were submitted later. True: it retries them if their methods raise.
+# False: it retries them in another process of their actor, and has not ended them yet.
+_retried: OrderedDict[bytes, bool] = OrderedDict()
+_restartable: OrderedDict[bytes, bool] = OrderedDict()  # the latest tasks that Ray retries if their process dies
 _MOST_RETRIED = 4096
 
 
+def expect_retries(actor_id: str) -> None:
+    """Notes that Ray may run earlier calls of an actor after new ones, if it has restarted the actor."""
+    actor = bytes.fromhex(actor_id)
+    tasks = [task for task in tuple(_restartable) if task.endswith(actor)]
+    if tasks and ray_cluster.has_restarted(actor_id):
+        for task in tasks:
+            _restartable.pop(task, None)
+            _note(_retried, task, is_lasting=False)
+
+
 def unsettled_retries(refs: Mapping[Key, Any]) -> dict[Key, Any]:
-    """The refs without a value whose methods Ray may retry after an exception.
+    """The refs without a value whose methods Ray may run after calls that were submitted later.
 
     Calls of other processes are not known, nor calls before this process had a class of participants.
     """
     retried = {key: ref for key, ref in refs.items() if key[:TASK_NBYTES] in _retried} if _retried else {}
     if retried:
         pending = set(ray.wait([*retried.values()], num_returns=len(retried), timeout=0, fetch_local=False)[1])
-        retried = {key: ref for key, ref in retried.items() if ref in pending}
+        for key, ref in tuple(retried.items()):
+            if ref not in pending:
+                del retried[key]
+                if _retried.get(key[:TASK_NBYTES]) is False:
+                    _retried.pop(key[:TASK_NBYTES], None)
     return retried
 
 
@@ -174,8 +192,9 @@ def _seeing(submit: Callable[..., Any]) -> Callable[..., Any]:
             returned = submit(handle, name, **options)
         else:
             returned = calls.submit(handle, name, submit, options)
-        if options.get("retry_exceptions") and options.get("max_task_retries"):
-            _note_retried(_task_of(returned))
+        if options.get("max_task_retries") and (task := _task_of(returned)) is not None:
+            is_lasting = bool(options.get("retry_exceptions"))
+            _note(_retried if is_lasting else _restartable, task, is_lasting=is_lasting)
         return returned
 
     def call(self: Any, method_name: str, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
@@ -195,11 +214,10 @@ def _is_own(name: str, args: Any) -> bool:
     return name.startswith((_OWN, f"_{_OWN}"))
 
 
-def _note_retried(task: bytes | None) -> None:
-    if task is not None:
-        _retried[task] = None
-        if len(_retried) > _MOST_RETRIED:
-            _retried.popitem(last=False)
+def _note(tasks: OrderedDict[bytes, bool], task: bytes, *, is_lasting: bool) -> None:
+    tasks[task] = is_lasting
+    if len(tasks) > _MOST_RETRIED:
+        tasks.popitem(last=False)
 
 
 def _task_of(returned: Any) -> bytes | None:
