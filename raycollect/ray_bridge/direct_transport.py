@@ -60,7 +60,7 @@ class _Peek(threading.local):
     """Whether this thread wants the handles of the values that it unpickles, and the last handle."""
 
     wanted = False
-    found: Any = None
+    handle: Any = None
 
 
 _peek = _Peek()
@@ -69,7 +69,7 @@ _peek = _Peek()
 def _arrived(value: Any, handle: bytes) -> Any:
     """Unpickles a `Returned`: its value, or its handle where Ray has not taken the tensors."""
     if _peek.wanted:
-        _peek.found = cloudpickle.loads(handle) if handle else value
+        _peek.handle = cloudpickle.loads(handle) if handle else value
     return value
 
 
@@ -120,18 +120,18 @@ def _get(ref: Any, timeout_s: float | None) -> Any:
     if not is_direct(ref):
         return ray.get(ref, timeout=timeout_s)
     if "rdt_objects" not in inspect.signature(global_worker.deserialize_objects).parameters:
-        handle = f"that of Ray {ray.__version__}"
+        actual = f"that of Ray {ray.__version__}"
         expected = "that of Ray 2.57 to 2.60, or a method without tensor_transport"
-        wrong = Violation(kind="unsupported", rank=-1, field="tensor_transport", found=handle, expected=expected)
+        wrong = Violation(kind="unsupported", rank=-1, field="tensor_transport", found=actual, expected=expected)
         raise refusal("get", "", (wrong,))
     timeout_ms = -1 if timeout_s is None else int(timeout_s * 1000)
     serialized = core_worker().get_objects([ref], timeout_ms)
-    _peek.wanted, _peek.found = True, None
+    _peek.wanted, _peek.handle = True, None
     try:
         global_worker.deserialize_objects(serialized, [ref], rdt_objects={ref.hex(): _Untouched()})
-        handle = _peek.found
+        handle = _peek.handle
     finally:
-        _peek.wanted, _peek.found = False, None
+        _peek.wanted, _peek.handle = False, None
     if handle is not None:
         return handle
     of_any: Any = ray.get  # its types lack this argument; not every transport reaches this process
