@@ -9,7 +9,7 @@ from typing import Any
 from raycollect.captured.calls import MethodCall, StepRequests, between_plans
 from raycollect.captured.error_text import StepErrorText
 from raycollect.core.model import Key, Member
-from raycollect.driver.dispatch import DispatchPlan, explained, prepare
+from raycollect.driver.dispatch import DispatchPlan, prepare
 from raycollect.driver.pending import Argument, Pending
 from raycollect.driver.requests import Ref
 from raycollect.driver.step_plan import Stage, StepPlan
@@ -21,14 +21,14 @@ _LAST_STEP = (1 << 32) - 1
 
 
 class _ProgramBuilder:
-    """The step program of one participant while it is written: first what its slots hold, then its actions."""
+    """Builds the step program of one participant: first the contents of its slots, then its actions."""
 
     def __init__(self) -> None:
         self.refs: dict[Key, Any] = {}
         self.names: dict[str, None] = {}
         self.actions: list[Invocation | Collective] = []
         self.returns: list[int] = []
-        self.kept: list[int] = []
+        self.retained: list[int] = []
         self._slots: dict[Any, int] = {}
 
     def take(self, value: Any) -> None:
@@ -38,7 +38,7 @@ class _ProgramBuilder:
             self.names[value.name] = None
 
     def settle(self) -> None:
-        self._slots = {one: at for at, one in enumerate((*self.refs, *self.names))}
+        self._slots = {slot: at for at, slot in enumerate((*self.refs, *self.names))}
 
     def make(self, pending: Pending) -> int:
         return self._slots.setdefault(pending, len(self._slots))
@@ -54,8 +54,8 @@ class _ProgramBuilder:
     def step_program(self, capture: bytes, *, numbered: bool) -> StepProgram:
         first, names = len(self.refs), list(self.names)
         keys = [
-            captured_key(capture, _LAST_STEP - names.index(one)) if type(one) is str else _key_of(one)
-            for one in self._slots
+            captured_key(capture, _LAST_STEP - names.index(slot)) if type(slot) is str else _key_of(slot)
+            for slot in self._slots
         ]
         return StepProgram(
             capture=capture,
@@ -64,7 +64,7 @@ class _ProgramBuilder:
             refs=first,
             arguments=tuple(range(first, first + len(names))),
             returns=tuple(self.returns),
-            keeps=tuple(self.kept),
+            keeps=tuple(self.retained),
             keys=tuple(keys),
             numbered=numbered,
         )
@@ -76,50 +76,52 @@ class StepCompiler:
     def __init__(self, capture: bytes, request_list: StepRequests, staging: int, words: StepErrorText) -> None:
         self._capture = capture
         self._request_list = request_list
-        self._handles = list(request_list.refs)  # a key, or what stands for a captured value
+        self._handles = list(request_list.refs)  # a key, or the placeholder of a captured value
         self.keys: tuple[Key, ...] = tuple(map(_key_of, self._handles))
         self._prepared = self._plan(staging, words)
-        found = [one for prepared in self._prepared for one in prepared.plan.participants]
-        called = dict.fromkeys(call.made.actor_id for call in request_list.calls)
-        self.idle: tuple[str, ...] = tuple(one for one in called if one not in found)
-        self.participants: tuple[str, ...] = tuple(dict.fromkeys((*found, *self.idle)))
+        planned = [actor_id for prepared in self._prepared for actor_id in prepared.plan.participants]
+        called = dict.fromkeys(call.value.actor_id for call in request_list.calls)
+        self.idle: tuple[str, ...] = tuple(actor_id for actor_id in called if actor_id not in planned)
+        self.participants: tuple[str, ...] = tuple(dict.fromkeys((*planned, *self.idle)))
         self._builders = {actor_id: _ProgramBuilder() for actor_id in self.participants}
 
     # ------------------------------------------------------------------------------------------ planning
 
     def _plan(self, staging: int, words: StepErrorText) -> list[DispatchPlan]:
         request_list, firsts = self._request_list, self._request_list.firsts
-        found, errors = [], list[RefusedError]()
-        for first, last in zip(firsts, [*firsts, len(request_list.asked)][1:], strict=True):
-            asked = tuple(request_list.asked[first:last])
+        plans, errors = [], list[RefusedError]()
+        for first, last in zip(firsts, [*firsts, len(request_list.requests)][1:], strict=True):
             try:
-                found.append(prepare(asked, staging))
-            except RefusedError as exc:
-                error = explained(exc, asked, self.keys)
-                moved = tuple(replace(one, call=max(one.call, 0) + first) for one in error.violations)
+                plans.append(prepare(tuple(request_list.requests[first:last]), staging, self.keys))
+            except RefusedError as error:
+                moved = tuple(replace(violation, call=max(violation.call, 0) + first) for violation in error.violations)
                 errors.append(refusal(error.op, error.group_name, moved))
         if errors:
             raise copy_error(words.tell(together(errors)))
-        return found
+        return plans
 
     def step_plan(self, memberships: Sequence[Membership]) -> StepPlan:
         """The plans as one; `memberships` are the groups of the collectives, and last that of `idle` actors."""
-        places = {one: at for at, one in enumerate(self.participants)}
+        places = {actor_id: at for at, actor_id in enumerate(self.participants)}
         stages, offset = [], 0
         for first, prepared in zip(self._request_list.firsts, self._prepared, strict=True):
-            positions = tuple(places[one] for one in prepared.plan.participants)
+            positions = tuple(places[actor_id] for actor_id in prepared.plan.participants)
             stages.append(Stage(prepared.plan, first, offset, positions))
             offset += prepared.plan.width
-        homes = [self._home(memberships, one) for one in self.participants]
-        touched = frozenset(one.key for call in self._request_list.calls for one in call.arguments if type(one) is Ref)
+        homes = [self._home(memberships, actor_id) for actor_id in self.participants]
+        arguments = (value for call in self._request_list.calls for value in call.arguments)
+        touched = frozenset(value.key for value in arguments if type(value) is Ref)
         return StepPlan.of(stages, self.participants, homes, touched)
 
     def _home(self, memberships: Sequence[Membership], actor_id: str) -> tuple[Membership, Member]:
         if actor_id in self.idle:
             group = memberships[-1]
         else:
-            calls = self._request_list.asked
-            group = next(one.group for one in calls if one.group.rank_of(actor_id) in [at for at, *_ in one.operands])
+            group = next(
+                request.group
+                for request in self._request_list.requests
+                if request.group.rank_of(actor_id) in [rank for rank, *_ in request.operands]
+            )
         return group, group.members[group.rank_of(actor_id)]
 
     # ------------------------------------------------------------------------------------------ writing
@@ -147,7 +149,7 @@ class StepCompiler:
                         refs[handle] = self._request_list.refs[handle]
         for call in self._request_list.calls:
             for value in call.arguments:
-                self._builders[call.made.actor_id].take(value)
+                self._builders[call.value.actor_id].take(value)
         for builder in self._builders.values():
             builder.settle()
 
@@ -155,42 +157,42 @@ class StepCompiler:
         request_list = self._request_list
         for at, actor_id in enumerate(prepared.plan.participants):
             builder = self._builders[actor_id]
-            one = Collective(
+            collective = Collective(
                 step=request_list.steps[first],
                 offset=offset,
                 first=first,
                 program=prepared.programs[at],
                 inputs=tuple(builder.slot(self._handles[place]) for place in prepared.sources[at]),
-                outputs=tuple(builder.make(request_list.made[first + n, actor_id]) for n in prepared.outputs[at]),
+                outputs=tuple(builder.make(request_list.outputs[first + n, actor_id]) for n in prepared.outputs[at]),
             )
-            builder.actions.append(one)
+            builder.actions.append(collective)
 
     def _write_call(self, call: MethodCall) -> None:
-        builder = self._builders[call.made.actor_id]
+        builder = self._builders[call.value.actor_id]
         args = tuple(map(builder.argument, call.args))
         kwargs = tuple((name, builder.argument(value)) for name, value in call.kwargs)
-        slot = builder.make(call.made)
+        slot = builder.make(call.value)
         builder.actions.append(Invocation(step=call.step, method=call.method, args=args, kwargs=kwargs, slot=slot))
 
     def keep(self, values: Sequence[Pending]) -> tuple[tuple[int, int], ...]:
         """Has participants keep values after each run, for `write` before; returns (position, place) of each."""
-        found = []
+        places = []
         for value in values:
             builder = self._builders[value.actor_id]
-            builder.kept.append(builder.slot(value))
-            found.append((self.participants.index(value.actor_id), len(builder.kept) - 1))
-        return tuple(found)
+            builder.retained.append(builder.slot(value))
+            places.append((self.participants.index(value.actor_id), len(builder.retained) - 1))
+        return tuple(places)
 
     def _return(self, value: Any) -> tuple[int, int]:
         if type(value) is Pending:
             actor_id, handle = value.actor_id, value
         else:
             handle = value.key
-            owners = [one for one in self.participants if handle in self._builders[one].refs]
+            owners = [actor_id for actor_id in self.participants if handle in self._builders[actor_id].refs]
             if not owners:
-                found, expected = "used by no call of the step", "one that is: read it with raycollect.get(ref)"
+                actual, expected = "used by no call of the step", "one that is: read it with raycollect.get(ref)"
                 violation = Violation(
-                    kind="argument", field=value.where, found=found, expected=expected, ref=handle.hex()
+                    kind="argument", field=value.where, found=actual, expected=expected, ref=handle.hex()
                 )
                 raise refusal("returns", "", (violation,))
             actor_id = value.maker if value.maker in owners else owners[0]
@@ -198,10 +200,10 @@ class StepCompiler:
         builder.returns.append(builder.slot(handle))
         return self.participants.index(actor_id), len(builder.returns) - 1
 
-    # ------------------------------------------------------------------------------------------ what was written
+    # ------------------------------------------------------------------------------------------ results
 
     def step_program(self, position: int) -> StepProgram:
-        """What a participant does in each run."""
+        """A participant's step program."""
         requests = sum(len(prepared.plan.requests) for prepared in self._prepared)
         return self._builders[self.participants[position]].step_program(self._capture, numbered=requests > 1)
 
@@ -212,7 +214,7 @@ class StepCompiler:
     @property
     def names(self) -> tuple[tuple[str, ...], ...]:
         """For each position, the arguments that runs pass to it, in order."""
-        return tuple(tuple(self._builders[one].names) for one in self.participants)
+        return tuple(tuple(self._builders[actor_id].names) for actor_id in self.participants)
 
     def operands(self) -> dict[Source, tuple[int, int]]:
         """Source of an operand -> (position, slot)."""
@@ -229,10 +231,10 @@ def together(errors: Sequence[RefusedError]) -> RefusedError:
     if len(errors) == 1:
         return errors[0]
     names = dict.fromkeys(error.group_name for error in errors if error.group_name)
-    found = tuple(dict.fromkeys(one for error in errors for one in error.violations))
-    made = refusal("captured step", ", ".join(names), found)
-    made.__cause__ = errors[0].__cause__
-    return made
+    violations = tuple(dict.fromkeys(violation for error in errors for violation in error.violations))
+    error = refusal("captured step", ", ".join(names), violations)
+    error.__cause__ = errors[0].__cause__
+    return error
 
 
 def _key_of(handle: Any) -> Key:

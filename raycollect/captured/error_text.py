@@ -28,15 +28,15 @@ class StepErrorText:
         self._capture = capture
         self._steps = tuple(request_list.steps)
         self._declared = declared
-        kinds = [asked.name for asked in request_list.asked]
+        kinds = [request.name for request in request_list.requests]
         self._values = {
             step: f"what call {step} ({kind}) gave" for step, kind in zip(request_list.steps, kinds, strict=True)
         }
-        actors = {call.made.actor_id: ray_actors.describe_actor(call.actor) for call in request_list.calls}
+        actors = {call.value.actor_id: ray_actors.describe_actor(call.actor) for call in request_list.calls}
         for call in request_list.calls:
-            self._values[call.step] = f"what call {call.step} ({call.method}) of {actors[call.made.actor_id]} gave"
-        groups = dict.fromkeys(asked.group for asked in request_list.asked)
-        members = {one.actor_id: one.actor for group in groups for one in group.members}
+            self._values[call.step] = f"what call {call.step} ({call.method}) of {actors[call.value.actor_id]} gave"
+        groups = dict.fromkeys(request.group for request in request_list.requests)
+        members = {member.actor_id: member.actor for group in groups for member in group.members}
         names = list((actors | members).values())
         more = f" and {len(names) - MOST_ACTORS} more" if len(names) > MOST_ACTORS else ""
         self._actors = ", ".join(names[:MOST_ACTORS]) + more
@@ -47,18 +47,18 @@ class StepErrorText:
             error.violations = tuple(map(self._violation, error.violations))
         if isinstance(error, (RefusedError, FaultError)):
             if error.group_name not in self._declared:
-                error.group_name = ", ".join(one for one in error.group_name.split(", ") if one in self._declared)
+                error.group_name = ", ".join(name for name in error.group_name.split(", ") if name in self._declared)
             if not error.group_name and not isinstance(error, MethodError):
                 error.op = f"{error.op or 'captured step'} of {self._actors}"
         return error
 
-    def _violation(self, one: Violation) -> Violation:
-        number = max(one.call, 0)
-        if number < len(self._steps) and not one.is_step:
-            one = replace(one, call=self._steps[number], is_step=True)
-        key = bytes.fromhex(one.ref)
+    def _violation(self, violation: Violation) -> Violation:
+        number = max(violation.call, 0)
+        if number < len(self._steps) and not violation.is_step:
+            violation = replace(violation, call=self._steps[number], is_step=True)
+        key = bytes.fromhex(violation.ref)
         if not key.startswith(self._capture):
-            return one
+            return violation
         return replace(
-            one, ref="", value=self._values.get(int.from_bytes(key[-4:], "little"), "an argument of the run")
+            violation, ref="", value=self._values.get(int.from_bytes(key[-4:], "little"), "an argument of the run")
         )

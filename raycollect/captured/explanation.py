@@ -1,4 +1,4 @@
-"""Explains what each run of a captured step does; see `Capture.explain`."""
+"""Explains the runs of a captured step; see `Capture.explain`."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ def explain_capture(
     actors = {
         actor_id: member.actor for actor_id, (_, member) in zip(step_plan.participants, step_plan.homes, strict=True)
     }
-    found: list[tuple[Explanation | MethodCalls, int]] = []
+    parts: list[tuple[Explanation | MethodCalls, int]] = []
     first = 0
     try:
         for stage in _stages(installed):
             if isinstance(stage, Stage):
-                given = {source: _known(infos[source]) for source in stage.plan.uses()}
-                found.append((explain(stage.plan, given, first), sum(source in fixed for source in given)))
+                given = {source: _known_infos(infos[source]) for source in stage.plan.uses()}
+                parts.append((explain(stage.plan, given, first), sum(source in fixed for source in given)))
                 first += len(stage.plan.requests)
             else:
-                calls = tuple(_invoked(call, actors[call.made.actor_id]) for call in stage)
-                refs = {one.key for call in stage for one in call.arguments if type(one) is Ref}
-                found.append((MethodCalls(calls=calls), len(refs)))
+                calls = tuple(_invoked(call, actors[call.value.actor_id]) for call in stage)
+                refs = {value.key for call in stage for value in call.arguments if type(value) is Ref}
+                parts.append((MethodCalls(calls=calls), len(refs)))
                 first += len(stage)
     except ValueError as exc:
         raise CaptureError(detail=f"a run of this captured step would be refused: {exc}") from None
-    stages, counts = tuple(stage for stage, _ in found), tuple(count for _, count in found)
+    stages, counts = tuple(stage for stage, _ in parts), tuple(count for _, count in parts)
     return StepExplanation(participants=len(step_plan.participants), stages=stages, fixed=counts)
 
 
-def _known(infos: tuple[TensorInfo, ...] | None) -> tuple[TensorInfo, ...]:
+def _known_infos(infos: tuple[TensorInfo, ...] | None) -> tuple[TensorInfo, ...]:
     if infos is None:
         what = "what its methods return is known only after a run: run it once first"
         raise CaptureError(detail=f"this captured step can't be explained yet: {what}")
@@ -61,7 +61,7 @@ def _invoked(call: MethodCall, actor: str) -> Invoked:
 def _stages(installed: Installed) -> Iterator[Stage | Sequence[MethodCall]]:
     """The plans of a step, and between them its method calls, in order."""
     plans = installed.runs.step_plan.stages
-    for calls, plan in zip_longest(between_plans(installed.calls, (one.first for one in plans)), plans):
+    for calls, plan in zip_longest(between_plans(installed.calls, (stage.first for stage in plans)), plans):
         if calls:
             yield calls
         if plan is not None:

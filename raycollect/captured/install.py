@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
@@ -11,9 +11,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from raycollect.captured.calls import MethodCall, StepRequests
+from raycollect.captured.calls import MethodCall
 from raycollect.captured.compiler import StepCompiler, together
 from raycollect.captured.error_text import StepErrorText
+from raycollect.captured.recording import Recording
 from raycollect.channel.doorbell import Doorbell
 from raycollect.channel.messages import Forget
 from raycollect.core.deadline import Deadline
@@ -21,7 +22,6 @@ from raycollect.core.model import Member
 from raycollect.core.signals import Allowed
 from raycollect.driver.controller import Controller
 from raycollect.driver.participant_link import ParticipantLink
-from raycollect.driver.pending import Pending
 from raycollect.driver.plan_tracker import retrieve_errors
 from raycollect.driver.requests import Ref
 from raycollect.driver.step_plan import StepPlan
@@ -41,11 +41,12 @@ from raycollect.errors import (
     strip_traceback,
 )
 from raycollect.errors.text import listed
+from raycollect.group.membership import DEFAULT_TIMEOUT_S
 from raycollect.planner import Membership, Source
 from raycollect.pos.handle import Handle
 from raycollect.ray_bridge import direct_transport, ray_session
 
-GRACE_S = 1.0  # how long others may take to report their errors after the first error, in seconds
+GRACE_S = 1.0  # how long to wait for further errors after the first one, in seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,7 @@ class Installed:
 
     Attributes:
         places: For each returned value: (position, its place among what that participant returns).
-        kept: For each value that stays in its actor: (position, its place among what that participant keeps).
+        retained: For each value that stays in its actor: (position, its place among what that participant keeps).
         names: For each position, the arguments that runs pass to it, in order.
         operands: Source of an operand -> (position, slot).
     """
@@ -62,25 +63,25 @@ class Installed:
     runs: StepRuns
     calls: tuple[MethodCall, ...]
     places: tuple[tuple[int, int], ...]
-    kept: tuple[tuple[int, int], ...]
+    retained: tuple[tuple[int, int], ...]
     names: tuple[tuple[str, ...], ...]
     operands: Mapping[Source, tuple[int, int]]
 
     def kept_refs(self, capture: bytes, seq: int) -> list[Any]:
-        """Refs of what a run has kept, the last one first: each actor returns its values as of a method."""
-        found: dict[int, list[Any]] = {}
-        for position in dict.fromkeys(at for at, _ in self.kept):
-            count = sum(at == position for at, _ in self.kept)
+        """Refs of the values that a run retains, the last one first: each actor returns its values like a method."""
+        by_position: dict[int, list[Any]] = {}
+        for position in dict.fromkeys(at for at, _ in self.retained):
+            count = sum(at == position for at, _ in self.retained)
             refs = self.runs.read(position, partial(_give_kept, capture, seq, count))
-            found[position] = refs if count > 1 else [refs]
-        return [found[position][place] for position, place in reversed(self.kept)]
+            by_position[position] = refs if count > 1 else [refs]
+        return [by_position[position][place] for position, place in reversed(self.retained)]
 
 
 def _give_kept(capture: bytes, seq: int, count: int, actor: Any) -> Any:
     return actor.__raycollect_give_kept__.options(num_returns=count, max_task_retries=0).remote(capture, seq)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Installation:
     """Sends each participant its step program."""
 
@@ -90,8 +91,7 @@ class _Installation:
     step_plan: StepPlan
     memberships: Sequence[Membership]
     words: StepErrorText
-    deadline_s: float
-    timeout_s: float
+    deadline: Deadline
 
     def send(self) -> StepRuns:
         """Sends the programs and waits until all have acknowledged them; on failure all forget the step."""
@@ -121,7 +121,7 @@ class _Installation:
             doorbell=doorbell,
             slots=[slot if is_open else -1 for slot, is_open in zip(slots, opened, strict=True)],
             peers=peers,
-            told=self.words.tell,
+            reword=self.words.tell,
         )
 
     def _doorbell(self) -> tuple[Doorbell | None, list[int]]:
@@ -140,9 +140,7 @@ class _Installation:
         segment = doorbell.segment if doorbell is not None and slot >= 0 else None
         payload = CAPTURES.encode((self.compiler.step_program(at), segment, slot))
         try:
-            method = peer.actor._raycollect_capture
-            method = method.options(num_returns=1, max_task_retries=0, enable_task_events=False)
-            return method.remote(payload, *self.compiler.refs(at).values())
+            return peer.task("_raycollect_capture", 1).remote(payload, *self.compiler.refs(at).values())
         except Exception as exc:
             self.controller.groups.check(self.memberships)  # another thread may have destroyed the group meanwhile
             detail = f"{type(exc).__name__}: {exc}"
@@ -150,7 +148,7 @@ class _Installation:
 
     def _hear(self, tasks: list[Any]) -> list[bool]:
         homes = self.step_plan.homes
-        opened, late, until_s = {}, list(tasks), self.deadline_s
+        opened, late, until_s = {}, list(tasks), self.deadline.until_s
         errors: list[RaycollectError] = []
         while late:
             done, late = ray.wait(late, timeout=max(until_s - monotonic(), 0))
@@ -172,22 +170,22 @@ class _Installation:
         return [opened[task] for task in tasks]
 
     def _late(self, missing: Sequence[tuple[Membership, Member]]) -> RaycollectError:
-        group = missing[0][0]
+        group, timeout_s = missing[0][0], self.deadline.timeout_s
         names = listed(member.actor for _, member in missing)
         return CollectiveTimeoutError(
             op="capture",
             group_name=group.spec.name,
-            detail=f"after {self.timeout_s:g} s these were not ready, or the methods whose refs they use: {names}",
-            missing=tuple(member.rank for one, member in missing if one is group),
-            timeout_s=self.timeout_s,
+            detail=f"after {timeout_s:g} s these were not ready, or the methods whose refs they use: {names}",
+            missing=tuple(member.rank for other, member in missing if other is group),
+            timeout_s=timeout_s,
         )
 
     def _failed(self, at: int, exc: RayError) -> RaycollectError:
         group, member = self.step_plan.homes[at]
         cause = exc.cause if isinstance(exc, RayTaskError) else None
         if isinstance(cause, RefusedError):
-            found = tuple(replace(one, actor=one.actor or member.actor) for one in cause.violations)
-            return refusal(cause.op or "capture", cause.group_name or group.spec.name, found)
+            violations = tuple([replace(wrong, actor=wrong.actor or member.actor) for wrong in cause.violations])
+            return refusal(cause.op or "capture", cause.group_name or group.spec.name, violations)
         if isinstance(cause, RaycollectError):
             return located(cause, member.rank, member.actor)
         if isinstance(exc, RayActorError):
@@ -196,81 +194,62 @@ class _Installation:
             )
         deadline = Deadline.after(LOOK_INTO_S)
         for key, ref in self.compiler.refs(at).items():
-            one = Violation(kind="lost", rank=member.rank, field="ref", found="", actor=member.actor, ref=key.hex())
-            found_out, why = look_into(one, ref, deadline)
+            absent = Violation(kind="lost", rank=member.rank, field="ref", found="", actor=member.actor, ref=key.hex())
+            found_out, why = look_into(absent, ref, deadline)
             if why is not None:
                 return refusal("capture", group.spec.name, (found_out,))
         return DispatchError(op="capture", group_name=group.spec.name, actor=member.actor, detail=str(exc))
 
 
-def install(
-    controller: Controller,
-    capture: bytes,
-    request_list: StepRequests,
-    returned: Sequence[Any],
-    hold: Callable[[Controller, Membership], None],
-    *,
-    kept: Sequence[Pending] = (),
-    staging: int,
-    timeout_s: float,
-) -> Installed:
-    """Plans what was recorded, and makes all participants ready to run it."""
-    deadline_s = monotonic() + timeout_s
-    memberships = [one.group for one in request_list.asked]
-    declared = {one.spec.name for one in memberships if controller.groups.find(one.spec.name)}
+def install(controller: Controller, capture: bytes, block: Recording) -> Installed:
+    """Plans the calls that a block has recorded, and prepares all participants to run them."""
+    deadline = Deadline.after(DEFAULT_TIMEOUT_S if block.timeout_s is None else block.timeout_s)
+    request_list = block.request_list
+    memberships = [request.group for request in request_list.requests]
+    declared = {membership.spec.name for membership in memberships if controller.groups.find(membership.spec.name)}
     words = StepErrorText(capture, request_list, declared)
-    compiler = StepCompiler(capture, request_list, staging, words)
-    if compiler.idle:  # they are leased as a group that no plan uses
+    compiler = StepCompiler(capture, request_list, block.staging_nbytes, words)
+    if compiler.idle:  # a group that no plan uses has their leases
         with Allowed():
-            membership = controller.groups.derive(compiler.idle, max(deadline_s - monotonic(), 0.1))
-        hold(controller, membership)
+            membership = controller.groups.derive(compiler.idle, max(deadline.until_s - monotonic(), 0.1))
+        block._hold(controller, membership)
         memberships.append(membership)
     with Allowed():
         step_plan = compiler.step_plan(memberships)
-        places, kept_places = compiler.write(returned), compiler.keep(kept)
-        _check_refs(request_list.calls, deadline_s, timeout_s)
-    installation = _Installation(
-        controller=controller,
-        capture=capture,
-        compiler=compiler,
-        step_plan=step_plan,
-        memberships=memberships,
-        words=words,
-        deadline_s=deadline_s,
-        timeout_s=timeout_s,
-    )
+        places, retained = compiler.write(block.leaves), compiler.keep(block.retained)
+        _check_refs(request_list.calls, deadline)
     return Installed(
-        runs=installation.send(),
+        runs=_Installation(controller, capture, compiler, step_plan, memberships, words, deadline).send(),
         calls=tuple(request_list.calls),
         places=places,
-        kept=kept_places,
+        retained=retained,
         names=compiler.names,
         operands=compiler.operands(),
     )
 
 
-def _check_refs(calls: Iterable[MethodCall], deadline_s: float, timeout_s: float) -> None:
+def _check_refs(calls: Iterable[MethodCall], deadline: Deadline) -> None:
     strangers = [
-        (call, one)
+        (call, argument)
         for call in calls
-        for one in call.arguments
-        if type(one) is Ref and one.maker not in ("", call.made.actor_id)
+        for argument in call.arguments
+        if type(argument) is Ref and argument.maker not in ("", call.value.actor_id)
     ]
     violations, cause = [], None
-    for call, one in strangers:
+    for call, argument in strangers:
         try:
-            value: Any = direct_transport.get(one.ref, max(deadline_s - monotonic(), 0))
+            value: Any = direct_transport.get(argument.ref, deadline.left_s())
         except ray.exceptions.GetTimeoutError:
-            detail = f"{one.where}: its method has not returned within {timeout_s:g} s"
-            raise CollectiveTimeoutError(op="capture", detail=detail, timeout_s=timeout_s) from None
+            detail = f"{argument.where}: its method has not returned within {deadline.timeout_s:g} s"
+            raise CollectiveTimeoutError(op="capture", detail=detail, timeout_s=deadline.timeout_s) from None
         except RayError as exc:
-            absent = Violation(kind="lost", field=one.where, found="", ref=one.key.hex())
-            violation, cause = look_into(absent, one.ref, Deadline.after(LOOK_INTO_S))  # it has failed already
+            absent = Violation(kind="lost", field=argument.where, found="", ref=argument.key.hex())
+            violation, cause = look_into(absent, argument.ref, Deadline.after(LOOK_INTO_S))  # its method has failed
             violations.append(violation)
             cause = cause or exc
             continue
-        if isinstance(value, Handle) and value.actor_id != call.made.actor_id:
-            violations.append(_foreign(one, value.actor))
+        if isinstance(value, Handle) and value.actor_id != call.value.actor_id:
+            violations.append(_foreign(argument, value.actor))
     try:
         if violations:
             raise refusal("capture", "", tuple(violations)) from cause
@@ -278,8 +257,8 @@ def _check_refs(calls: Iterable[MethodCall], deadline_s: float, timeout_s: float
         del cause  # whose traceback holds this frame
 
 
-def _foreign(one: Ref, actor: str) -> Violation:
+def _foreign(ref: Ref, actor: str) -> Violation:
     expected = "a tensor of the actor whose method gets it, or a value: send it there first, by send_ref"
     return Violation(
-        kind="not_member", field=one.where, found=f"a tensor of {actor}", expected=expected, ref=one.key.hex()
+        kind="not_member", field=ref.where, found=f"a tensor of {actor}", expected=expected, ref=ref.key.hex()
     )

@@ -29,7 +29,7 @@ _AS_RETURNED = "what a call gave, a ref, an argument, or a plain value; or a lis
 
 
 class Recording(Batch):
-    """What the block of a captured step records: a batch to the operations, but one that is not sent."""
+    """The recording of a captured step's block: to the operations, a batch that is never sent."""
 
     is_eager: ClassVar[bool] = False  # as a `CallRecorder` of the calls of its thread
     is_traced: ClassVar[bool] = False  # whether the calls are those of a function, and not of a block
@@ -42,22 +42,17 @@ class Recording(Batch):
         self.parameters: Parameters = Parameters()
         self.returned: ReturnedValues | None = None
         self.leaves: list[Any] = []
-        self.kept: list[Pending] = []  # whose values stay in their actors after each run
+        self.retained: list[Pending] = []  # whose values stay in their actors after each run
 
     # ------------------------------------------------------------------------------------------ as a batch
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether it did not end well."""
-        return bool(self._why)
-
     def clear(self) -> None:
-        """Drops all that was recorded, except the parameters and the structure of what runs return."""
+        """Drops the recorded calls, but not the parameters and the structure of the return value."""
         self.request_list.clear()
-        self.leaves, self.kept = [], []
+        self.leaves, self.retained = [], []
 
     def seal(self) -> None:
-        """Ends the recording, of which only the parameters and the structure of what runs return are kept."""
+        """Ends the recording; only the parameters and the structure of the return value stay."""
         self.request_list.seal()
         self.clear()
 
@@ -73,10 +68,10 @@ class Recording(Batch):
         return value
 
     def _send(self) -> None:
-        pass  # the capture does more
+        pass  # the capture installs the step
 
     def _release(self) -> None:
-        pass  # the capture holds on to them
+        pass  # the capture releases the groups
 
     def _sent(self) -> Batch:
         raise CaptureError(detail="a batch in a captured step has no results of its own: let the step return them")
@@ -92,8 +87,8 @@ class Recording(Batch):
         unusual = ray_actors.unusual_options(handle, name, options)
         if unusual:
             expected = "left out: a run of a step calls the method itself, without a task"
-            found = [wrong_argument(option, value, expected) for option, value in unusual.items()]
-            raise refusal(f"call of {name}", "", tuple(found))
+            violations = [wrong_argument(option, value, expected) for option, value in unusual.items()]
+            raise refusal(f"call of {name}", "", tuple(violations))
         self._must_precede_batch(name)
         kwargs = {key: value for key, value in (options["kwargs"] or {}).items() if key != ray_actors.TRACE_ARGUMENT}
         return self._record(handle, name, options["args"] or (), kwargs)
@@ -102,7 +97,7 @@ class Recording(Batch):
         """Outside a step, a method that a batch's block calls runs before the batch, wherever it is called."""
         inner = batch.current()
         while inner is not None and inner is not self:
-            if len(self.request_list.asked) > inner._first:
+            if len(self.request_list.requests) > inner._first:
                 detail = f"{name} is called in a batch of a step, after a collective of it: call it before the batch"
                 raise CaptureError(detail=detail)
             inner = inner._outer
@@ -119,8 +114,8 @@ class Recording(Batch):
         violations = list(operand_binding.strangers([Operand(ref=None, key=None, actor_id=actor_id)]))
         if not violations:
             violations += _misfits(actor, method, args, kwargs)
-        given = tuple(self._argument(one, f"argument {at}", actor_id, violations) for at, one in enumerate(args))
-        named = tuple((name, self._argument(one, name, actor_id, violations)) for name, one in kwargs.items())
+        given = tuple(self._argument(value, f"argument {at}", actor_id, violations) for at, value in enumerate(args))
+        named = tuple((name, self._argument(value, name, actor_id, violations)) for name, value in kwargs.items())
         if violations:
             raise refusal(f"call of {method}", "", tuple(violations))
         return self.request_list.call(actor, actor_id, method, given, named)
@@ -129,8 +124,8 @@ class Recording(Batch):
         value = self._stands_for(value, where)
         if type(value) is Pending:
             if value.actor_id != actor_id:
-                found, expected = "a value of another actor", "one of the same actor: send it there first, by send_ref"
-                violations.append(Violation(kind="not_member", field=where, found=found, expected=expected))
+                actual, expected = "a value of another actor", "one of the same actor: send it there first, by send_ref"
+                violations.append(Violation(kind="not_member", field=where, found=actual, expected=expected))
             return value
         if type(value) in (Argument, Ref):
             return value
@@ -143,7 +138,7 @@ class Recording(Batch):
     # ------------------------------------------------------------------------------------------ results
 
     def returns(self, values: Any) -> None:
-        """Records what each run returns (`Capture.returns`)."""
+        """Records the return value of each run (`Capture.returns`)."""
         if self.returned is not None:
             raise CaptureError(detail="step.returns() was called before: give it all values at once")
         leaves: list[Any] = []
@@ -160,7 +155,7 @@ class Recording(Batch):
         return len(leaves) - 1
 
     def _stands_for(self, value: Any, where: str) -> Any:
-        """What stands for a value of each run: `Argument`, `Pending` or `Ref`; a plain value as it is."""
+        """The placeholder of a value of each run: `Argument`, `Pending` or `Ref`; a plain value itself."""
         value = self._stand_in(value)
         if type(value) is Argument:
             return self.parameters.own(value)
@@ -181,20 +176,19 @@ def _no_method(value: Any) -> tuple[str, str]:
 
 
 def _misfits(actor: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Violation]:
-    known = ray_actors.methods_of(actor)
-    if known is None:
+    signatures = ray_actors.methods_of(actor)
+    if signatures is None:
         return []
     who = ray_actors.describe_actor(actor)
-    if method not in known:
-        public = [name for name in known if not name.startswith("_")]
+    if method not in signatures:
+        public = [name for name in signatures if not name.startswith("_")]
         return [wrong_argument("method", f"{method!r}, which {who} lacks", f"one of {listed(public)}")]
     if ray_actors.is_generator(actor, method):
-        found, expected = f"{method!r} of {who}, a generator", "one that returns its value"
-        return [Violation(kind="unsupported", field="method", found=found, expected=expected)]
+        actual, expected = f"{method!r} of {who}, a generator", "one that returns its value"
+        return [Violation(kind="unsupported", field="method", found=actual, expected=expected)]
     try:
-        known[method].bind(*args, **kwargs)
+        signatures[method].bind(*args, **kwargs)
     except TypeError as exc:
-        return [
-            wrong_argument("list of arguments", f"not what {method} of {who} takes ({exc})", f"{method}{known[method]}")
-        ]
+        expected = f"{method}{signatures[method]}"
+        return [wrong_argument("list of arguments", f"not what {method} of {who} takes ({exc})", expected)]
     return []

@@ -1,4 +1,4 @@
-"""Captured steps: collectives and method calls that are stated once and run many times without Ray.
+"""Captured steps: collectives and method calls that are recorded once and run many times without Ray.
 
 The block of a `capture` is recorded like a batch. At its end each participant gets its step program, by one actor task;
 from then on a run is a number and its arguments.
@@ -38,7 +38,6 @@ from raycollect.errors import (
     wrong_flags,
     wrong_time_limit,
 )
-from raycollect.group.membership import DEFAULT_TIMEOUT_S
 from raycollect.planner import STAGING_NBYTES, Source
 from raycollect.planner.report import StepExplanation
 from raycollect.planner.wording import counted
@@ -52,7 +51,7 @@ _IN_BLOCK = "a captured step can't run inside a batch or the block of a captured
 
 
 class CapturedRun(UnderWay):
-    """What ``run(async_op=True)`` returns: a run under way, and a way to wait for its results (`UnderWay`)."""
+    """The return value of ``run(async_op=True)``: a run under way, and a way to wait for its results (`UnderWay`)."""
 
     _KIND = "run"
     _INSTEAD = "wait for it here, and pass what `wait` returns"
@@ -88,10 +87,10 @@ class CapturedRun(UnderWay):
 
 
 class Capture(BoundToProcess):
-    """What is recorded in a ``with capture() as step:`` block, and its runs.
+    """The calls of a ``with capture() as step:`` block, and their runs.
 
     `call`, `argument` and `returns` work in the block, besides the driver's operations; `run` and `close` after it. Any
-    thread may run it. It is closed when nobody refers to it any more.
+    thread may run it. It is closed when its last reference is dropped.
     """
 
     _INSTEAD = "run it here, and pass what `run` returns; or capture a step there"
@@ -111,7 +110,7 @@ class Capture(BoundToProcess):
 
     # ------------------------------------------------------------------------------------------ the block
 
-    def __enter__(self) -> Capture:  # noqa: PYI034 - typing.Self came with Python 3.11
+    def __enter__(self) -> Capture:  # noqa: PYI034 - `typing.Self` needs Python 3.11
         if self._state != "its block was not entered":
             raise CaptureError(detail="a captured step is recorded once: enter a new capture()")
         if batch.current() is not None:
@@ -124,55 +123,38 @@ class Capture(BoundToProcess):
     @guarded
     def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
         with Deferred():
+            self._state = "its block failed"
             try:
                 if self._recorder is not None:
                     recorded_calls.end(self._recorder)
                 self._block.__exit__(kind, exc, trace)
+                if exc is None:
+                    self._record()
+                    self._state = ""
             finally:
-                self._state = "its block failed"
-                if exc is not None or self._block.has_failed:
+                if self._state:
                     self._block.clear()
                     self._block._let_go()
-            if exc is not None:
-                return
-            try:
-                self._record()
-            except BaseException:
-                self._block.clear()
-                self._block._let_go()
-                raise
-            self._state = ""
 
     def _record(self) -> None:
         request_list = self._block.request_list
-        if not request_list.asked and not request_list.calls:
+        if not request_list.requests and not request_list.calls:
             raise CaptureError(detail="nothing was recorded in the block: call operations of the driver, or methods")
-        self._counts = len(request_list.asked), len(request_list.calls)
+        self._counts = len(request_list.requests), len(request_list.calls)
         request_list.end_plan()
         self._controller = Controller.current()
-        block = self._block
-        with Deferred():
-            installed = install(
-                self._controller,
-                self._id,
-                request_list,
-                block.leaves,
-                block._hold,
-                kept=block.kept,
-                staging=block.staging_nbytes,
-                timeout_s=DEFAULT_TIMEOUT_S if block.timeout_s is None else block.timeout_s,
-            )
-            self._installed, self._runs = installed, installed.runs
-            self._parameters.place(installed.names)
-        block.seal()
+        installed = install(self._controller, self._id, self._block)
+        self._installed, self._runs = installed, installed.runs
+        self._parameters.place(installed.names)
+        self._block.seal()
 
     # ------------------------------------------------------------------------------------------ recording
 
     def call(self, method: Any, /, *args: Any, **kwargs: Any) -> Pending:
         """Records a method call on a participant, as ``actor.method.remote()`` in the block does.
 
-        The method runs in a thread of its own, at its place in the step: never while Ray runs a method of an actor
-        whose methods run in order. What it returns stays where it is.
+        The method runs in a separate thread, at its place in the step: never while Ray runs a method of an actor
+        whose methods run in order. Its return value stays in the actor.
 
         Args:
             method: The method, as ``actor.method``.
@@ -207,7 +189,7 @@ class Capture(BoundToProcess):
         return self._parameters.declare(name, default)
 
     def returns(self, values: Any) -> None:
-        """Sets what each run returns: copies of these values, in this structure.
+        """Sets the return value of each run: copies of these values, in this structure.
 
         Args:
             values: What calls of the step made, or refs that take part in it: one, or a list, tuple or dict of them.
@@ -222,10 +204,10 @@ class Capture(BoundToProcess):
 
     def _inside(self, what: str) -> None:
         """Raises CaptureError where the caller is not in the block itself."""
-        found = batch.current()
-        if found is self._block:
+        block = batch.current()
+        if block is self._block:
             return
-        if found is not None and found._outermost is self._block:
+        if block is not None and block._outermost is self._block:
             raise CaptureError(detail=f"{what} can't be inside a batch of the step: a batch is one plan")
         raise CaptureError(detail=f"{what} belongs into the block of its own captured step: {self!r}")
 
@@ -240,8 +222,8 @@ class Capture(BoundToProcess):
     def run(self, /, *, async_op: bool = False, timeout_s: float | None = None, **arguments: Any) -> Any:
         """Runs the step: all its calls, in order, on all participants.
 
-        A run comes after what this process began before: collectives, runs, and methods of its actors; and before what
-        is begun after it. Methods of actors that run several at a time have no order.
+        A run follows the earlier collectives, runs and methods of this process on its actors, and precedes
+        later ones. Methods of actors that run several at a time have no order.
 
         Args:
             async_op: True: returns a `CapturedRun` at once. Several runs may be under way.
@@ -259,7 +241,7 @@ class Capture(BoundToProcess):
             UnknownGroupError: A group was destroyed.
             InvalidArgumentError: An argument is missing, unknown, too long or of a type that does not travel, or makes
                 no sense.
-            GroupBrokenError: A member is gone, or members are changing; nothing was sent.
+            GroupBrokenError: A member has ended, or members are changing; nothing was sent.
             MethodError: A method raised.
             RefusedError, FaultError: As collectives do.
         """
@@ -274,7 +256,7 @@ class Capture(BoundToProcess):
     def _begun_run(
         self, installed: Installed, tracker: RunTracker, arguments: Mapping[str, Any], *, async_op: bool
     ) -> Any:
-        """What `run` returns of a run that has begun."""
+        """The return value of `run`, of a run that has begun."""
         self._begun += 1
         returned = self._block.returned
         given = {} if returned is None or not returned.echoed else returned.given(arguments)
@@ -296,16 +278,16 @@ class Capture(BoundToProcess):
     def _collect(self, installed: Installed, tracker: RunTracker, given: Mapping[str, Any]) -> Any:
         if tracker.error is not None:
             raise copy_error(tracker.error)
-        kept = installed.kept_refs(self._id, tracker.seq) if installed.kept else []
+        refs = installed.kept_refs(self._id, tracker.seq) if installed.retained else []
         returned = self._block.returned
         if returned is None:
             return None
-        values = [unpack_values(one or b"") for one in tracker.results]
+        values = [unpack_values(payload or b"") for payload in tracker.results]
         try:
-            found = [values[at][place] for at, place in installed.places]
+            returns = [values[at][place] for at, place in installed.places]
         except LookupError:
             raise ProtocolError(detail=f"run {tracker.seq} came back without its results") from None
-        return returned.fill([*found, *kept], given)
+        return returned.fill([*returns, *refs], given)
 
     # ------------------------------------------------------------------------------------------ looking at it
 
@@ -318,22 +300,22 @@ class Capture(BoundToProcess):
         peers = controller.groups.links(runs.memberships, runs.step_plan.participants)
         try:
             looks = direct_transport.get([peer.actor._raycollect_look.remote(self._id) for peer in peers], timeout_s)
-        except Exception:  # it may come of a group that another thread has destroyed meanwhile
+        except Exception:  # another thread may have destroyed a group meanwhile
             controller.groups.check(runs.memberships)
             raise
-        found = {source: looks[at][slot] for source, (at, slot) in installed.operands.items()}
-        return {source: None if one is None else tuple(one) for source, one in found.items()}
+        infos = {source: looks[at][slot] for source, (at, slot) in installed.operands.items()}
+        return {source: None if info is None else tuple(info) for source, info in infos.items()}
 
     def explain(self) -> str:
-        """What each run does, as text: that of `plan`, which raises the same errors."""
+        """The explanation of `plan` as text; raises the same errors."""
         return self.plan().explain()
 
     def plan(self) -> StepExplanation:
-        """Explains what each run does: its method calls and plans in order, each plan as `raycollect.plan` does.
+        """Explains each run: its method calls and plans in order, each plan as `raycollect.plan` does.
 
         Raises:
-            CaptureError: It is not ready, or closed; or what a plan works on shows in the first run only.
-            UnknownGroupError, GroupBrokenError: A group was destroyed, or a member is gone.
+            CaptureError: It is not ready, or closed; or the tensors of a plan are unknown before the first run.
+            UnknownGroupError, GroupBrokenError: A group was destroyed, or a member has ended.
         """
         if self._installed is None:
             raise CaptureError(detail=_UNEXPLAINED.get(self._state) or f"this step can't be explained: {self._state}")
@@ -354,7 +336,7 @@ class Capture(BoundToProcess):
     @html.shown
     def _repr_html_(self) -> str:
         collectives, calls = self._counts
-        runs, known = self._runs, self._known()
+        runs, explanation = self._runs, self._explanation()
         failure = None if runs is None else runs.failure
         under_way = "" if runs is None or runs.is_closed or runs.is_idle else "some under way"
         facts = [
@@ -367,15 +349,15 @@ class Capture(BoundToProcess):
             f"captured step of {counted(collectives, 'collective')} and "
             f"{counted(calls, 'method call')}: {self._told_state}",
             html.pairs(facts),
-            "" if known is None else html.folded("what each run does", known._repr_html_()),
+            "" if explanation is None else html.folded("what each run does", explanation._repr_html_()),
         )
 
-    def _known(self) -> StepExplanation | None:
+    def _explanation(self) -> StepExplanation | None:
         if self._installed is None:
             return None
         try:
             return explain_capture(self._id, self._installed, self._tensor_infos(SHOWN_S))
-        except Exception:  # noqa: BLE001 - a busy or dead actor, or what shows in the first run only: it is shown without
+        except Exception:  # noqa: BLE001 - a busy or dead actor, or no run so far: it is shown without
             return None
 
     def __repr__(self) -> str:
@@ -386,7 +368,7 @@ class Capture(BoundToProcess):
 
 
 def ready(installed: Installed | None, state: str) -> Installed:
-    """A captured step as it is installed, if it can run here and now; `state` says why it can't."""
+    """The installed step, if it can run here and now; otherwise `state` is the reason."""
     if installed is None or state or batch.current() is not None:
         raise CaptureError(detail=(state and f"this captured step can't run: {state}") or _IN_BLOCK)
     return installed

@@ -13,11 +13,11 @@ from raycollect.engine.value_codec import pack_value, pack_values, unpack_value
 from raycollect.errors import CaptureError, refusal, wrong_argument
 from raycollect.errors.text import listed
 
-ARGUMENTS_NBYTES = MAX_FRAME_NBYTES - 1024  # of a run's packed arguments: a frame, less what is around them
+ARGUMENTS_NBYTES = MAX_FRAME_NBYTES - 1024  # the most for a run's packed arguments, which fit into a frame
 
 RESERVED = ("async_op", "timeout_s")  # `Capture.run`'s own parameters
 
-MISSING = object()  # stands for what was not given, where None is a value
+MISSING = object()  # a missing argument, as None is a value
 
 _IN_RUN = (
     "a plain value or an array, alone or in lists, tuples and dicts: pass anything else by an ordinary method before "
@@ -36,20 +36,20 @@ class Parameters:
 
     def declare(self, name: str, default: Any) -> Argument:
         """Adds one; `MISSING`: it has no default."""
-        found = ""
+        actual = ""
         if not isinstance(name, str) or not name.isidentifier():
-            found, expected = repr(name), "a name such as 'rate'"
+            actual, expected = repr(name), "a name such as 'rate'"
         elif name in RESERVED:
-            found, expected = repr(name), f"not one of run's own: {', '.join(RESERVED)}"
+            actual, expected = repr(name), f"not one of run's own: {', '.join(RESERVED)}"
         elif name in self._declared:
-            found, expected = f"{name!r} again", "declared once"
-        if found:
-            raise refusal("argument", "", (wrong_argument("name", found, expected),))
+            actual, expected = f"{name!r} again", "declared once"
+        if actual:
+            raise refusal("argument", "", (wrong_argument("name", actual, expected),))
         if default is not MISSING:
             packed(default, "default", "argument")
-        made = Argument(self._mark, name, default=default)
-        self._declared[name] = made
-        return made
+        argument = Argument(self._mark, name, default=default)
+        self._declared[name] = argument
+        return argument
 
     def own(self, value: Argument) -> Argument:
         """Returns an argument if it is one of these, and raises CaptureError otherwise."""
@@ -67,12 +67,12 @@ class Parameters:
         declared = self._declared
         if not given and not declared:
             return self._blank
-        known = f"one of {listed(declared)}" if declared else "no arguments: the step declares none"
-        found = [wrong_argument(name, "given", known) for name in given if name not in declared]
-        values = {name: given.get(name, one.default) for name, one in declared.items()}
-        found += [wrong_argument(name, "missing", "a value") for name, value in values.items() if value is MISSING]
-        if found:
-            raise refusal("run", "", tuple(found))
+        expected = f"one of {listed(declared)}" if declared else "no arguments: the step declares none"
+        violations = [wrong_argument(name, "given", expected) for name in given if name not in declared]
+        values = {name: given.get(name, argument.default) for name, argument in declared.items()}
+        violations += [wrong_argument(name, "missing", "a value") for name, value in values.items() if value is MISSING]
+        if violations:
+            raise refusal("run", "", tuple(violations))
         return self._packed(values)
 
     def _packed(self, values: Mapping[str, Any]) -> tuple[bytes, ...]:
@@ -135,7 +135,7 @@ class ReturnedValues:
 
     def given(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The values of the arguments that a run returns, by name."""
-        return {name: arguments.get(name, one.default) for name, one in self.echoed.items()}
+        return {name: arguments.get(name, argument.default) for name, argument in self.echoed.items()}
 
     def fill(self, values: Sequence[Any], given: Mapping[str, Any]) -> Any:
         """The structure with the returned values, in order, and the arguments, by name."""
@@ -143,11 +143,11 @@ class ReturnedValues:
 
 
 def structured(value: Any, read: Callable[[Any, str], Any], where: str = "the value") -> Any:
-    """A structure of lists, tuples and dicts with other leaves: what `read` gives for each and its place in words."""
+    """Replaces the leaves of lists, tuples and dicts by `read(leaf, its place in words)`."""
     if _is_row(value):
-        return _row(type(value), [structured(one, read, f"{where}[{at}]") for at, one in enumerate(value)])
+        return _row(type(value), [structured(item, read, f"{where}[{at}]") for at, item in enumerate(value)])
     if type(value) is dict:
-        return {name: structured(one, read, f"{where}[{name!r}]") for name, one in value.items()}
+        return {name: structured(item, read, f"{where}[{name!r}]") for name, item in value.items()}
     return read(value, where)
 
 
@@ -155,7 +155,7 @@ def _echoed(shape: Any) -> dict[str, Argument]:
     if type(shape) is Argument:
         return {shape.name: shape}
     inner = shape.values() if type(shape) is dict else shape if _is_row(shape) else ()
-    return {name: one for part in inner for name, one in _echoed(part).items()}
+    return {name: argument for part in inner for name, argument in _echoed(part).items()}
 
 
 def _filled(shape: Any, values: Sequence[Any], given: Mapping[str, Any]) -> Any:
@@ -166,10 +166,10 @@ def _filled(shape: Any, values: Sequence[Any], given: Mapping[str, Any]) -> Any:
     if type(shape) is Argument:
         return given[shape.name]
     if type(shape) is dict:
-        return {name: _filled(one, values, given) for name, one in shape.items()}
+        return {name: _filled(item, values, given) for name, item in shape.items()}
     if type(shape) is Fixed:
         return shape.read()
-    return _row(type(shape), [_filled(one, values, given) for one in shape])
+    return _row(type(shape), [_filled(item, values, given) for item in shape])
 
 
 def _is_row(value: Any) -> bool:

@@ -18,7 +18,6 @@ import msgspec
 
 from raycollect.cli.options import Finite
 from raycollect.live_view import links
-from raycollect.live_view.frame import Frame
 
 _EXAMPLES = """\b
 Examples:
@@ -49,6 +48,7 @@ def top(link: str | None, every_s: float, as_json: bool) -> None:
         from rich.live import Live
         from rich.text import Text
 
+        from raycollect.live_view.frame import Frame
         from raycollect.live_view.terminal import draw
     except ImportError as exc:
         raise click.ClickException("raycollect top needs rich: pip install 'raycollect[top]'") from exc

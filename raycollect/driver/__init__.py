@@ -1,1 +1,1 @@
-"""The driver's side: operations, plans on their way to the participants, and what becomes of them."""
+"""The driver's side: operations, and plans from their dispatch to their end."""

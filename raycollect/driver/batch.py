@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from raycollect.core.bound_to_process import BoundToProcess
 from raycollect.core.signals import Deferred, close_block, guarded, open_block
 from raycollect.driver.controller import Controller
-from raycollect.driver.dispatch import Submission
+from raycollect.driver.dispatch import RequestKey
 from raycollect.driver.driver_rank import with_results
 from raycollect.driver.requests import RequestList
 from raycollect.driver.work import Work, wait_or_abort
@@ -46,7 +46,7 @@ class Batch(BoundToProcess):
         timeout_s: float | None = None,
         is_rehearsal: bool = False,
     ) -> None:
-        self.request_list: RequestList = RequestList()  # what is recorded
+        self.request_list: RequestList = RequestList()
         self.staging_nbytes = staging_nbytes
         self.timeout_s = timeout_s  # of calls that name none; None: the operations' own
         self.is_rehearsal = is_rehearsal  # whether it is never sent
@@ -57,22 +57,21 @@ class Batch(BoundToProcess):
         self._task: Any = None
         self._is_open = False
         self._first = self._refs_before = self._end = 0  # this block's part of the request list
-        # The groups of its calls, until all is sent: nobody dissolves a derived one meanwhile
+        # The groups of its calls, until the plan is sent: a derived group among them is not dissolved before
         self.held: dict[Membership, Controller] = {}
         self._work: Work | None = None
         self._why = "it was not entered"  # why there are no results; empty once the block has ended well
 
     # ------------------------------------------------------------------------------------------ the block
 
-    def __enter__(self) -> Batch:  # noqa: PYI034 - typing.Self came with Python 3.11
+    def __enter__(self) -> Batch:  # noqa: PYI034 - `typing.Self` needs Python 3.11
         if self._token is not None:
             raise BatchError(detail="a batch is entered once: enter a new batch()")
         try:
             with Deferred():
                 self._open()
-        except BaseException:  # of a signal's handler: `__exit__` is not called
-            with Deferred():
-                self._close(BatchError(detail=_FAILED))
+        except BaseException as exc:  # of a signal handler: Python does not call `__exit__` then
+            self.__exit__(type(exc), exc, None)
             raise
         return self
 
@@ -82,7 +81,7 @@ class Batch(BoundToProcess):
         if self._outer is not None:
             self.request_list = self._outer.request_list
             self.timeout_s = self._outer.timeout_s if self.timeout_s is None else self.timeout_s
-        self._first, self._refs_before = len(self.request_list.asked), len(self.request_list.refs)
+        self._first, self._refs_before = len(self.request_list.requests), len(self.request_list.refs)
         self._thread, self._task = threading.get_ident(), _running_task()
         self._why, self._is_open = "its block has not ended", True
         self._token = _current.set(self)
@@ -100,7 +99,7 @@ class Batch(BoundToProcess):
     def _close(self, exc: BaseException | None) -> None:
         if not self._is_open:
             return
-        self._end, self._is_open = len(self.request_list.asked), False
+        self._end, self._is_open = len(self.request_list.requests), False
         close_block()
         try:
             is_elsewhere = not self._leave()
@@ -129,7 +128,7 @@ class Batch(BoundToProcess):
 
     @property
     def _outermost(self) -> Batch:
-        """The batch that sends what this one records."""
+        """The batch that sends the calls of this one."""
         return self if self._outer is None else self._outer._outermost
 
     def _hold(self, controller: Controller, membership: Membership) -> None:
@@ -148,7 +147,7 @@ class Batch(BoundToProcess):
         self._let_go()
 
     def _stand_in(self, value: Any) -> Any:
-        """What stands for something that an operation was given; here, itself."""
+        """The value that replaces an operand of an operation; here, the operand itself."""
         return value
 
     @property
@@ -162,7 +161,7 @@ class Batch(BoundToProcess):
         return threading.get_ident() == self._thread and _running_task() is self._task
 
     def _send(self) -> None:
-        if self.is_rehearsal or not self.request_list.asked:
+        if self.is_rehearsal or not self.request_list.requests:
             return
         controller = Controller.current()
         try:
@@ -185,8 +184,8 @@ class Batch(BoundToProcess):
         """The result of each call of the block, as the call returns it outside; raises the error of a failed plan."""
         work = self._sent()._work
         if work is not None and work.done():
-            work.wait()  # it raises what went wrong
-        return [with_results(one) for one in self.request_list.results[self._first : self._end]]
+            work.wait()  # raises the error of a failed plan
+        return [with_results(result) for result in self.request_list.results[self._first : self._end]]
 
     @property
     def work(self) -> Work | None:
@@ -232,14 +231,14 @@ _current: ContextVar[Batch | None] = ContextVar("raycollect_batch", default=None
 
 def current() -> Batch | None:
     """The batch in whose block the caller is; None outside, and in threads and tasks that a block has started."""
-    found = _current.get()
-    while found is not None and not found._is_open:  # it was left in another context
-        found = found._outer
-    return found if found is None or found._is_here() else None
+    around = _current.get()
+    while around is not None and not around._is_open:  # its block was left in another context
+        around = around._outer
+    return around if around is None or around._is_here() else None
 
 
 def limit_s(timeout_s: float | None) -> float | None:
-    """The time limit of a call: what it says, or else the block in which it is made; None: neither does."""
+    """The time limit of a call: its own, or that of the block around it; None: neither has one."""
     around = current() if timeout_s is None else None
     return timeout_s if around is None else around.timeout_s
 
@@ -271,7 +270,7 @@ def batch(*, staging_nbytes: int = STAGING_NBYTES, async_op: bool = False, timeo
 
     Raises:
         InvalidArgumentError: An argument makes no sense.
-        BatchError: A batch, or what one of its calls returned, is used where it can't be.
+        BatchError: A batch, or a result of one of its calls, is used where it can't be.
         RefusedError, GroupError, FaultError: At the end of the block, as the calls themselves; violations say which
             call.
     """
@@ -280,33 +279,30 @@ def batch(*, staging_nbytes: int = STAGING_NBYTES, async_op: bool = False, timeo
 
 
 def check_arguments(op: str, staging_nbytes: Any, timeout_s: Any, **flags: Any) -> None:
-    """Checks what `batch` is given, on behalf of `op`; raises InvalidArgumentError."""
-    found = [*wrong_time_limit(timeout_s), *wrong_flags(**flags)]
+    """Checks the arguments of `batch`, on behalf of `op`; raises InvalidArgumentError."""
+    violations = [*wrong_time_limit(timeout_s), *wrong_flags(**flags)]
     if type(staging_nbytes) is not int or not (
         staging_nbytes == 0 or _LEAST_STAGING_NBYTES <= staging_nbytes <= _MOST_STAGING_NBYTES
     ):
         expected = f"0, or a whole number of bytes from {_LEAST_STAGING_NBYTES} to {_MOST_STAGING_NBYTES}"
-        found.append(wrong_argument("staging_nbytes", shown(staging_nbytes), expected))
-    refuse(op, found)
+        violations.append(wrong_argument("staging_nbytes", shown(staging_nbytes), expected))
+    refuse(op, violations)
 
 
 def record(
     function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-) -> Submission:
+) -> tuple[tuple[RequestKey, ...], dict[Any, Any], int]:
     """Runs a function and records its calls as one batch that is never sent.
 
     Batches in the function are joined, and their calls need no waiting; their outputs stay `Pending`. Calls of threads
     and asynchronous tasks that the function starts are made, not recorded. Raises what the calls raise before planning.
+
+    Returns:
+        The calls, their refs by key, and the bytes of staging memory.
     """
     with Batch(is_rehearsal=True) as rehearsal:
         function(*args, **(kwargs or {}))
     request_list = rehearsal.request_list
-    found = Submission(
-        asked=tuple(request_list.asked),
-        refs=dict(request_list.refs),
-        results=(),
-        staging=rehearsal.staging_nbytes,
-        is_batch=True,
-    )
+    recorded = tuple(request_list.requests), dict(request_list.refs), rehearsal.staging_nbytes
     request_list.rewind(0, 0, _REHEARSED)
-    return found
+    return recorded

@@ -14,10 +14,10 @@ from raycollect.core.placeholder import Placeholder
 from raycollect.driver import batch, compiled_call, operand_binding
 from raycollect.driver.compiled_call import CompiledCall
 from raycollect.driver.controller import Controller
-from raycollect.driver.dispatch import RequestKey, explained, prepare
+from raycollect.driver.dispatch import RequestKey, prepare
 from raycollect.driver.operand_binding import Operand, TaskWait
 from raycollect.driver.pending import Pending
-from raycollect.errors import RefusedError, Violation, refusal, wrong_argument, wrong_flags, wrong_time_limit
+from raycollect.errors import Violation, refusal, wrong_argument, wrong_flags, wrong_time_limit
 from raycollect.errors.text import a_type, shown
 from raycollect.group import membership as groups
 from raycollect.planner import STAGING_NBYTES, Membership, Reshard
@@ -31,7 +31,7 @@ _NO_STEP = "one of actors: runs of a captured step run in actors. Make the calls
 
 
 def task_wait(op: str, group_name: GroupLike, timeout_s: Any) -> TaskWait:
-    """How long a call that begins now waits for tasks: as it says, or else the block in which it is made."""
+    """How long a call that begins now waits for tasks: its own time limit, or that of the block around it."""
     limit_s = batch.limit_s(timeout_s)
     return TaskWait(op, name_of(group_name), Deadline.after(None if wrong_time_limit(limit_s) else limit_s))
 
@@ -62,13 +62,13 @@ def run(
         arguments = kind, name_of(group_name), limit_s, op, root, inplace, snapshot, around is None
         key = compiled_call.key_of(arguments, given.values(), refs, keys)
     if key is not None and (controller := Controller.running()) is not None:
-        known = compiled_call.find(controller, key, may_derive=isinstance(group_name, str))
-        if known is not None:
-            return compiled_call.carry_out(controller, known, keys, refs, around, async_op=async_op)
+        compiled = compiled_call.find(controller, key, may_derive=isinstance(group_name, str))
+        if compiled is not None:
+            return compiled_call.carry_out(controller, compiled, keys, refs, around, async_op=async_op)
     call = Call(kind, group_name, timeout_s, op=op, wait=wait, **given)
     compiled = call.compile(root=root, inplace=inplace, snapshot=snapshot, async_op=async_op)
     if key is not None and not call.has_driver:
-        compiled_call.remember(call.controller, key, compiled, [one.key for one in call.used], keys)
+        compiled_call.remember(call.controller, key, compiled, [operand.key for operand in call.used], keys)
     return call.carry_out(compiled, async_op=async_op)
 
 
@@ -112,7 +112,7 @@ class Call:
         self._driver_rank = self.controller.takes_part(self._group_name, left_s) if was_started else None
         operands = {name: self._read(name, value) for name, value in refs.items() if not self._is_left_out(name, value)}
         self._raise()
-        if not was_started:  # and none is started for what can't be
+        if not was_started:  # Ray is not started for a call that would be refused
             raise groups.unknown(self._group_name, "no Ray runs in this process, so no group is declared")
         self._membership = self._find(operands)
         if self._driver_rank is not None and self._batch is not None and not self._batch._outermost._takes_driver:
@@ -129,7 +129,7 @@ class Call:
     def compile(
         self, *, root: Any = -1, inplace: bool = True, snapshot: bool = False, async_op: bool = False
     ) -> CompiledCall:
-        """Compiles the operation; `root` is -1 where there is none."""
+        """Compiles the operation; `root` is -1 for an operation without one."""
         kind, takes, size = self._kind, self._operation.takes, self._membership.spec.world_size
         is_list = takes in ("all", "others")
         self._violations += wrong_flags(inplace=inplace)
@@ -145,8 +145,8 @@ class Call:
         else:
             src, dst = (self._bound.get(name, {}) for name in self._operation.refs)
             if takes == "others":  # the root only sends, and the others only receive
-                dst = {rank: one for rank, one in src.items() if rank != root}
-                src = {rank: one for rank, one in src.items() if rank == root}
+                dst = {rank: operand for rank, operand in src.items() if rank != root}
+                src = {rank: operand for rank, operand in src.items() if rank == root}
             ranks = list(range(size))
             with_result = [rank for rank in ranks if is_list or (takes == "root" and rank == root)]
         keeps = takes == "others" or (inplace and self._operation.in_place)
@@ -166,11 +166,11 @@ class Call:
         return compiled_call.carry_out(
             self.controller,
             compiled,
-            [one.key for one in used],
-            [one.ref for one in used],
+            [operand.key for operand in used],
+            [operand.ref for operand in used],
             self._batch,
             async_op=async_op,
-            values=[one.ref if one.given is None else one.given for one in used],
+            values=[operand.ref if operand.given is None else operand.given for operand in used],
             deadline=self._wait.deadline,
         )
 
@@ -182,34 +182,34 @@ class Call:
     def _read(self, name: str, value: Any) -> list[Operand]:
         refs = [value] if name == _SINGLE else value
         if not isinstance(refs, (list, tuple)) or not refs:
-            found = "empty" if isinstance(refs, (list, tuple)) else a_type(refs)
+            actual = "empty" if isinstance(refs, (list, tuple)) else a_type(refs)
             what, expected = f"list of refs ({name})", "one ref per rank"
-            self._violations.append(Violation(kind="missing", field=what, found=found, expected=expected))
+            self._violations.append(Violation(kind="missing", field=what, found=actual, expected=expected))
             return []
         read: list[Operand] = []
         for position, given in enumerate(refs):
             ref = given if self._batch is None else self._batch._stand_in(given)
             if isinstance(ref, Placeholder) and type(ref) is not Pending:
                 ref._passed_to("a collective")
-            one: Operand | Violation
+            operand: Operand | Violation
             if type(ref) is Pending and self._batch is not None and ref._is_of(self._batch.request_list):
-                one = Operand(ref=ref, key=ref.key, actor_id=ref.actor_id)
+                operand = Operand(ref=ref, key=ref.key, actor_id=ref.actor_id)
             elif type(ref) is Pending:
-                one = operand_binding.operand(ref.ref, position, self._wait)
+                operand = operand_binding.operand(ref.ref, position, self._wait)
             elif is_handle(ref) and self._makes(name, position):
-                one = Operand(ref=None, key=None, actor_id=ray_actors.id_of(ref))
+                operand = Operand(ref=None, key=None, actor_id=ray_actors.id_of(ref))
             elif self._driver_rank is not None and (mine := self._driver_rank.operand(ref)) is not None:
-                one = mine
+                operand = mine
             else:
-                one = operand_binding.operand(ref, position, self._wait)
-            if isinstance(one, Operand):
-                read.append(one)
+                operand = operand_binding.operand(ref, position, self._wait)
+            if isinstance(operand, Operand):
+                read.append(operand)
             else:
-                self._violations.append(one)
+                self._violations.append(operand)
         return read
 
     def _makes(self, name: str, position: int) -> bool:
-        """Whether an actor handle may stand there, for an output to be made on that actor."""
+        """Whether an actor handle is allowed in this position, to allocate the output on that actor."""
         if self._kind is OpKind.SEND:
             return position == 1
         return name == self._operation.refs[1] and name != _SINGLE
@@ -217,13 +217,13 @@ class Call:
     def _find(self, operands: Mapping[str, list[Operand]]) -> Membership:
         controller, group_name = self.controller, self._group_name
         may_derive = self._is_name and group_name == "default" and self._kind is not OpKind.BARRIER
-        found = controller.groups.find(group_name, self._wait.deadline.left_s())
-        if found is not None or not may_derive:  # a Group of that name was destroyed
-            return found or controller.groups.named(group_name)
+        membership = controller.groups.find(group_name, self._wait.deadline.left_s())
+        if membership is not None or not may_derive:  # a Group of that name was destroyed
+            return membership or controller.groups.named(group_name)
         lists = [given for name, given in operands.items() if name != _SINGLE]
-        actor_ids = tuple([one.actor_id for one in lists[0]]) if lists else ()
-        if known := controller.groups.derived(actor_ids):
-            return known
+        actor_ids = tuple([operand.actor_id for operand in lists[0]]) if lists else ()
+        if derived := controller.groups.derived(actor_ids):
+            return derived
         if not lists:
             expected = "a declared group, or a list of actors where the outputs are to be made"
             self._violations.append(Violation(kind="missing", field="tensor_refs", found="None", expected=expected))
@@ -238,7 +238,7 @@ class Call:
         bound = operand_binding.bind(operands, self._membership, whole=whole)
         if isinstance(bound, dict):
             return bound
-        self._violations += bound if alone else [replace(one, field=f"{one.field} of {name}") for one in bound]
+        self._violations += bound if alone else [replace(wrong, field=f"{wrong.field} of {name}") for wrong in bound]
         return {}
 
     def _reduce_op(self, op: Any) -> ReduceOp | None:
@@ -264,11 +264,11 @@ class Call:
     def _raise(self) -> None:
         if self._violations:
             around = self._batch
-            number = -1 if around is None else len(around.request_list.asked)
-            if around is not None and around.is_rehearsal and not number:  # a plan of one call, as far as is known
+            number = -1 if around is None else len(around.request_list.requests)
+            if around is not None and around.is_rehearsal and not number:  # so far, a plan of one call
                 number = -1
-            found = tuple(replace(self._to_itself(one), call=number) for one in self._violations)
-            raise refusal(self.name or self._kind.value, self._group_name, found)
+            violations = tuple(replace(self._to_itself(violation), call=number) for violation in self._violations)
+            raise refusal(self.name or self._kind.value, self._group_name, violations)
 
     def _to_itself(self, violation: Violation) -> Violation:
         if self._kind is not OpKind.SEND or violation.kind != "duplicate":
@@ -276,14 +276,14 @@ class Call:
         return replace(violation, found="of the actor that sends", expected="of another actor than the source")
 
     def _check_snapshot(self, snapshot: bool) -> None:
-        if found := wrong_flags(snapshot=snapshot):
-            self._violations += found
+        if violations := wrong_flags(snapshot=snapshot):
+            self._violations += violations
         elif snapshot and self._batch is not None:
             self._wrong("snapshot", snapshot, "False in a batch and in a captured step: make the call by itself")
 
     def _check_async(self, async_op: Any) -> None:
-        if found := wrong_flags(async_op=async_op):
-            self._violations += found
+        if violations := wrong_flags(async_op=async_op):
+            self._violations += violations
         elif async_op and self._batch is not None and self._batch._async_advice:
             self._wrong("async_op", async_op, self._batch._async_advice)
 
@@ -301,31 +301,27 @@ class Call:
         snapshot: bool,
         reshard: Reshard | None = None,
     ) -> CompiledCall:
-        """Compiles `parts`, (rank, input, output), and `results`, (rank, operand that holds it; None: it is made)."""
+        """Compiles `parts`, (rank, input, output), and `results`, (rank, operand that holds it; None: a new tensor)."""
         places: dict[Any, int] = {}
 
-        def place(one: Operand | None) -> int | None:
-            if one is None or one.ref is None:
+        def place(operand: Operand | None) -> int | None:
+            if operand is None or operand.ref is None:
                 return None
             # A captured value: several participants have one under its key
-            identity = one.ref if type(one.ref) is Pending else one.key
+            identity = operand.ref if type(operand.ref) is Pending else operand.key
             if identity not in places:
                 places[identity] = len(places)
-                self.used.append(one)
+                self.used.append(operand)
             return places[identity]
 
         membership, limit_s = self._membership, self._limit_s
         operands = tuple([(rank, place(src), place(dst)) for rank, src, dst in parts])
         call = (membership, self._kind, operands, self._op, root, peer, bool(inplace), limit_s, bool(snapshot), reshard)
-        asked = RequestKey(*call, is_limited=self._timeout_s is not None)
-        found = [(membership.members[rank].actor_id, place(holder)) for rank, holder in results]
-        try:
-            prepared = prepare((asked,), STAGING_NBYTES) if self._batch is None else None
-        except RefusedError as exc:
-            raise explained(exc, (asked,), tuple(places)) from None
-        held = tuple([actor_id if at is None else at for actor_id, at in found])
-        makes = any(at is None for _, at in found)
-        return CompiledCall(asked, tuple(range(len(places))), held, is_list, makes, prepared)
+        request = RequestKey(*call, is_limited=self._timeout_s is not None)
+        holders = [(membership.members[rank].actor_id, place(holder)) for rank, holder in results]
+        prepared = prepare((request,), STAGING_NBYTES, tuple(places)) if self._batch is None else None
+        held = tuple([actor_id if at is None else at for actor_id, at in holders])
+        return CompiledCall(request, tuple(range(len(places))), held, is_list, prepared)
 
     @property
     def _limit_s(self) -> float:

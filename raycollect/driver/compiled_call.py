@@ -18,22 +18,22 @@ from raycollect.core.model import Key, OpKind, ReduceOp
 from raycollect.core.signals import Deferred
 from raycollect.driver.batch import Batch
 from raycollect.driver.controller import Controller
-from raycollect.driver.dispatch import DispatchPlan, RequestKey, Submission, all_made, send_prepared
+from raycollect.driver.dispatch import DispatchPlan, RequestKey, Submission, send
 from raycollect.driver.driver_rank import with_results
 from raycollect.driver.pending import Pending
 from raycollect.driver.work import Work, wait_or_abort
-from raycollect.planner import STAGING_NBYTES, Source
+from raycollect.planner import Source
 from raycollect.planner.plan_cache import PlanCache
 from raycollect.ray_bridge import ray_actors, ray_refs
 
 _TIMES = frozenset({type(None), int, float})
 _OPS = frozenset({type(None), str, ReduceOp})
-_LIST, _ONE, _NONE, _MADE = "list", "one", "none", "made on"
+_LIST, _SINGLE, _NONE, _MADE = "list", "single", "none", "made on"
 
 
 Arguments = tuple[OpKind, Any, Any, Any, Any, Any, Any, bool]
 """Those of a call but its refs: kind, group name, time limit, reduce op, root, in place, snapshot, and whether it is a
-plan by itself, in no batch or captured step. Tuples, as one is made for each call."""
+plan by itself, in no batch or captured step. A tuple, as each call makes one."""
 
 CallKey = tuple[Arguments, tuple[Any, ...]]
 """The arguments of a call, and the actors of its refs, in the caller's order, with the structure of its lists."""
@@ -43,23 +43,21 @@ class CompiledCall(NamedTuple):
     """A call without its refs.
 
     Attributes:
-        asked: The call as the only one of a plan; its sources are indices into `operands`.
+        request: The call as the only one of a plan; its sources are indices into `operands`.
         operands: The indices of the plan's refs among the refs that the call is given.
         results: For each result the index of the given ref that holds it, or the actor that makes it.
         is_list: Whether the call returns a list; otherwise it returns its only result, or None.
-        makes: Whether actors make results.
         prepared: Its plan; None in a batch or captured step.
     """
 
-    asked: RequestKey
+    request: RequestKey
     operands: tuple[int, ...]
     results: tuple[int | str, ...]
     is_list: bool
-    makes: bool
     prepared: DispatchPlan | None
 
     def returned(self, results: list[Any]) -> Any:
-        """What the call returns."""
+        """The call's return value."""
         return results if self.is_list else results[0] if results else None
 
 
@@ -76,7 +74,7 @@ def key_of(arguments: Arguments, given: Collection[Any], refs: list[Any], keys: 
         for ref in several if is_list else (several,):
             if type(ref) is ObjectRef:
                 key, actor = ray_refs.read_ref(ref)
-                if not actor:  # only its value says what it stands for
+                if not actor:  # only its value names the participant
                     return None
                 actors.append(actor)
                 refs.append(ref)
@@ -87,7 +85,7 @@ def key_of(arguments: Arguments, given: Collection[Any], refs: list[Any], keys: 
                 actors.append(_NONE)
             else:
                 return None
-        actors.append(_LIST if is_list else _ONE)
+        actors.append(_LIST if is_list else _SINGLE)
     if len(given) > 1 and len(set(keys)) < len(keys):  # a result is an operand, too
         actors.append(tuple(map(keys.index, keys)))
     return arguments, tuple(actors)
@@ -95,26 +93,26 @@ def key_of(arguments: Arguments, given: Collection[Any], refs: list[Any], keys: 
 
 def find(controller: Controller, key: CallKey, *, may_derive: bool) -> CompiledCall | None:
     """The cached call, if its arguments still name the same group."""
-    known = _compiled.find(key)
-    if known is None:
+    compiled = _compiled.find(key)
+    if compiled is None:
         return None
-    group, (_, name, timeout_s, *_) = known.asked.group, key[0]
+    group, (_, name, timeout_s, *_) = compiled.request.group, key[0]
     if group.spec.group_id in controller.groups.draining:
         return None  # the call is compiled again, and waits for the change within its own time limit
     now = controller.groups.find(name, timeout_s)
     if now is None and may_derive and group.is_derived:
         now = controller.groups.derived(group.participants)
-    return known if now is group else None
+    return compiled if now is group else None
 
 
 def remember(
     controller: Controller, key: CallKey, compiled: CompiledCall, used: Sequence[Key | None], keys: list[Key]
 ) -> None:
     """Caches a call that was compiled over the refs `used`; `keys` are those of the caller's refs, in their order."""
-    group = compiled.asked.group
-    if controller.groups.exists(group):  # else it has ended meanwhile, and would be kept
-        places = tuple([keys.index(one) for one in used if one is not None])
-        results = tuple([one if isinstance(one, str) else places[one] for one in compiled.results])
+    group = compiled.request.group
+    if controller.groups.exists(group):  # an entry of a destroyed group would never be removed
+        places = tuple([keys.index(operand) for operand in used if operand is not None])
+        results = tuple([holder if isinstance(holder, str) else places[holder] for holder in compiled.results])
         _compiled.add(key, (group,), compiled._replace(operands=places, results=results))
 
 
@@ -129,37 +127,27 @@ def carry_out(
     values: Sequence[Any] | None = None,
     deadline: Deadline = NEVER,
 ) -> Any:
-    """Sends a call over these refs, or records it in the batch `around` it; returns what the operation returns.
+    """Sends a call over these refs, or records it in the batch `around` it; returns the operation's return value.
 
-    `keys` are those of the refs, `values` are the results that stand for the refs, by default these themselves. The
+    `keys` are those of the refs. `values` are returned in place of the refs, by default the refs themselves. The
     deadline is that of a call that began before; by default its time limit counts from now.
     """
     values = refs if values is None else values
     if around is not None:
         return _record(controller, compiled, keys, refs, around, values)
-    operands = {keys[at]: refs[at] for at in compiled.operands}
     prepared: DispatchPlan = compiled.prepared  # type: ignore[assignment]  # it is in no batch
+    operands = {keys[at]: refs[at] for at in compiled.operands}
+    returned = compiled.returned(
+        [values[at] if type(at) is int else Pending(None, 0, str(at)) for at in compiled.results]
+    )
     with Deferred():
-        tracker = send_prepared(controller, prepared, operands, is_awaited=not async_op, deadline=deadline)
-        if compiled.makes:
-            found = [values[one] if type(one) is int else Pending(None, 0, str(one)) for one in compiled.results]
-            given = compiled.returned(found)
-            results = all_made(given, tracker)
-        else:
-            given = results = compiled.returned([values[one] for one in compiled.results])  # type: ignore[index]
+        tracker, result = send(controller, prepared, operands, returned, is_awaited=not async_op, deadline=deadline)
         if async_op:
-            submission = Submission(
-                asked=(compiled.asked,),
-                refs=operands,
-                results=(given,),
-                staging=STAGING_NBYTES,
-                is_batch=False,
-            )
-            return Work(controller, tracker, results, submission)
+            return Work(controller, tracker, result, Submission(prepared, operands, returned))
         wait_or_abort(controller, tracker)
     if tracker.error is not None:
-        return Work(controller, tracker, results).wait()
-    return with_results(results) if compiled.makes else results
+        return Work(controller, tracker, result).wait()
+    return with_results(result) if prepared.makes else result
 
 
 def _record(
@@ -170,16 +158,16 @@ def _record(
     around: Batch,
     values: Sequence[Any],
 ) -> Any:
-    asked, request_list = compiled.asked, around.request_list
-    around._outermost._hold(controller, asked.group)
-    sources = [request_list.source(keys[one], refs[one]) for one in compiled.operands]
-    at: dict[Any, Source | None] = {None: None, **dict(enumerate(sources))}
-    operands = tuple([(rank, at[src], at[dst]) for rank, src, dst in asked.operands])
-    results = [values[one] if type(one) is int else request_list.promise(str(one)) for one in compiled.results]
-    request_list.add(asked._replace(operands=operands), compiled.returned(results))
+    request, request_list = compiled.request, around.request_list
+    around._outermost._hold(controller, request.group)
+    sources = [request_list.source(keys[at], refs[at]) for at in compiled.operands]
+    places: dict[Any, Source | None] = {None: None, **dict(enumerate(sources))}
+    operands = tuple([(rank, places[src], places[dst]) for rank, src, dst in request.operands])
+    results = [values[at] if type(at) is int else request_list.promise(str(at)) for at in compiled.results]
+    request_list.add(request._replace(operands=operands), compiled.returned(results))
     return compiled.returned([*results])  # the caller may change it
 
 
 _compiled: PlanCache[CompiledCall] = PlanCache(
-    256, 64 << 20, lambda one: 0 if one.prepared is None else one.prepared.nbytes
+    256, 64 << 20, lambda compiled: 0 if compiled.prepared is None else compiled.prepared.nbytes
 )

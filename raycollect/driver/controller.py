@@ -1,8 +1,8 @@
-"""What a controlling process holds: its leased participants, its plans under way, and its groups.
+"""The state of a controlling process: its leased participants, its plans under way, and its groups.
 
-Each of these uses only those before it; `ControllerMessages` tells them what participants say. There is one controller
-per process and Ray session. A participant is leased with its control connection and given back when its last group here
-is destroyed (P10).
+Each of these uses only those before it; `ControllerMessages` passes them the participants' messages. There is one
+controller per process and Ray session. The lease of a participant begins with its control connection, and ends when its
+last group here is destroyed (P10).
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _LOOK_S, _MOST_LOOK_S = 0.05, 1.0
 
 
 class Controller:
-    """What a controlling process holds. `Controller.current()` makes it on first use.
+    """The state of a controlling process. `Controller.current()` makes it on first use.
 
     Attributes:
-        mailbox: By which participants of this host get plans; None: there is none.
+        mailbox: Carries plans to participants of this host; None if unavailable.
         participants: The leased participants.
         plans: The plans and runs under way.
         timeouts: Ends plans and runs at the time limits that their callers gave.
         groups: The groups.
-        messages: Takes what participants say.
+        messages: Handles the participants' messages.
         live_link: The address of the live view; empty: there is none.
     """
 
@@ -109,11 +109,11 @@ class Controller:
         self.participants.timeline = timeline
         if timeline is not None:
             for peer in self.participants.all():
-                if not peer.is_here:  # else what it records is in this process's part
+                if not peer.is_here:  # this process records for itself
                     timeline.leased(peer)
 
     def driver_rank(self) -> DriverRank:
-        """This process as a participant, made on first use."""
+        """This process as a participant; created on first use."""
         with self._making:
             if self._driver_rank is None:
                 self._driver_rank = DriverRank(self._runtime)
@@ -122,8 +122,8 @@ class Controller:
     def takes_part(self, group_name: GroupLike, limit_s: float | None = None) -> DriverRank | None:
         """This process as a participant, if it is a member of the declared group of that name; waits as `find` does."""
         rank = self._driver_rank
-        found = None if rank is None else self.groups.find(name_of(group_name), limit_s)
-        return rank if rank is not None and found is not None and found.rank_of(rank.actor_id) >= 0 else None
+        membership = None if rank is None else self.groups.find(name_of(group_name), limit_s)
+        return rank if rank is not None and membership is not None and membership.rank_of(rank.actor_id) >= 0 else None
 
     def close(self) -> None:
         """Gives back all leases; may be called twice."""
@@ -138,7 +138,7 @@ class Controller:
         fetch.close_idle()
 
     def abandon(self, let_go: Callable[[], bool], held: tuple[Membership, ...], delay_s: float = 0.0) -> None:
-        """Closes a capture that nobody refers to, once its last run has ended; `let_go` returns False until then.
+        """Closes a capture without references once its last run has ended; `let_go` returns False until then.
 
         Takes no lock: the garbage collector may call it, in any thread at any place. The hub's thread does the rest.
         """
@@ -156,7 +156,7 @@ class Controller:
 def _make_mailbox() -> Mailbox | None:
     try:
         return Mailbox()
-    except OSError:  # this system has no memory to share, or none is left
+    except OSError:  # no shared memory, or none left
         return None
 
 

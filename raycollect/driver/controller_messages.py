@@ -1,4 +1,4 @@
-"""Takes what the participants of a controller say. Everything here runs on the hub's thread and may not wait."""
+"""Handles the messages of a controller's participants, on the hub's thread, so nothing here may wait."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from raycollect.ray_bridge import direct_transport
 
 
 class ControllerMessages:
-    """The owner of a controller's participant links: hands each message to the plan, group or join that it is for."""
+    """The owner of a controller's participant links: passes each message to its plan, group or join."""
 
     def __init__(self, participants: Participants, plans: PlansUnderWay, groups: Groups) -> None:
         self._participants = participants
@@ -54,17 +54,17 @@ class ControllerMessages:
             if position is not None:
                 try:
                     plans.send(tracker, tracker.lost(position, reason))
-                except Exception as exc:  # noqa: BLE001 - any: somebody waits for it
-                    plans.send(tracker, tracker.fail(threads.failed("telling who is gone", exc)))
+                except Exception as exc:  # noqa: BLE001 - any: a caller waits for the plan
+                    plans.fail(tracker, threads.failed("telling who is gone", exc))
         threads.survives(self._groups.bury, peer)
 
     def parted(self, peer: ParticipantLink) -> None:
-        """A participant was given back by the calling thread: it aborts what it runs, without a report."""
+        """The calling thread has ended a participant's lease: the participant aborts its plans, without a report."""
         reason = PlanAbortedError(detail=f"{peer.info['actor']} was given back")
         for tracker in self._plans.trackers():
             position = _position(tracker, peer)
             if tracker.is_pending(position):
-                self._plans.send(tracker, tracker.fail(reason, unsent=(position,)))
+                self._plans.fail(tracker, reason, unsent=(position,))
 
     # ------------------------------------------------------------------------------------------ groups
 
@@ -72,7 +72,7 @@ class ControllerMessages:
         self._groups.coordinators.receive(peer, message)
 
     def _publish(self, peer: ParticipantLink, message: messages.Publish) -> None:
-        """A member publishes a value: the others get it, but not before their invitation."""
+        """A member publishes a value: the others get it after their invitation."""
         with self._participants.inviting:
             self._meet(peer, message)
 
@@ -86,7 +86,7 @@ class ControllerMessages:
             coordinators.spread(peer, message, () if tracker is None else tracker.plan.participants)
 
     def _depart(self, peer: ParticipantLink, message: messages.Gone) -> None:
-        """A member has left by itself: it is answered, and the driver can't use the group any more either."""
+        """A member has left by itself: the group is broken for the driver, and the member gets an answer."""
         groups = self._groups
         if message.group_id in groups.coordinators:
             groups.breaks(message.group_id, f"{peer.info['actor']} has left: it destroyed the group itself")
@@ -117,13 +117,13 @@ class ControllerMessages:
             self._plans.send(tracker, tracker.done(position, error, message.story, others=message.ranks))
 
     def _ran(self, peer: ParticipantLink, message: messages.Ran) -> None:
-        """Whoever waits for the run decodes what it returns."""
+        """A participant has ended a run; the waiter of the run decodes the values."""
         tracker = self._plans.find(message.seq)
         if tracker is not None and (position := _position(tracker, peer)) >= 0:
             tracker.answered(position, message.payload)
 
     def _behind(self, peer: ParticipantLink, message: messages.Behind) -> None:
-        """A participant can't tell when a call has ended: an actor task, which is behind all calls so far, will."""
+        """A participant can't tell whether a call has ended: an actor task behind all calls so far tells it."""
         tracker = self._plans.find(message.seq)
         if tracker is None:
             return
@@ -131,7 +131,7 @@ class ControllerMessages:
             peer.fence(message.seq)
         except Exception as exc:  # noqa: BLE001 - whatever Ray raises
             rank = tracker.member(_position(tracker, peer)).rank
-            self._plans.send(tracker, tracker.fail(peer.unsent(exc, rank)))
+            self._plans.fail(tracker, peer.unsent(exc, rank))
 
     def _waiting(self, peer: ParticipantLink, message: messages.Waiting) -> None:
         """A participant waits for a method that has not ended: watch its ref, which may hold an error instead."""
@@ -144,11 +144,11 @@ class ControllerMessages:
         def settled(value: Any) -> None:
             secret = peer.info["address"].secret
             if isinstance(value, Handle) and value.address.secret == secret:
-                return  # the participant has it, or freed it, and knows
+                return  # the participant has it, or has freed it
             call, rank = tracker.location.first_use(key)
             violation = Violation(kind="lost", rank=rank, field="operand", found="not there", ref=ref.hex(), call=call)
             error = refusal(tracker.plan.name, tracker.group_name, (violation,))
-            self._plans.send(tracker, tracker.fail(error))
+            self._plans.fail(tracker, error)
 
         direct_transport.on_completed(ref, settled)
 

@@ -36,28 +36,28 @@ class Coordinators:
 
     def is_deserted(self, membership: Membership) -> bool:
         """Whether all members of a group have left it."""
-        found = self._coordinators.get(membership.spec.group_id)
-        return found is None or len(found[0].gone) == membership.spec.world_size
+        entry = self._coordinators.get(membership.spec.group_id)
+        return entry is None or len(entry[0].gone) == membership.spec.world_size
 
     def receive(self, peer: ParticipantLink, message: Any) -> None:
         """Handles a member's message; ignored where the group was destroyed."""
-        found = self._coordinators.get(message.group_id)
-        if found is not None:  # else the group was destroyed meanwhile
-            coordinator, membership = found
+        entry = self._coordinators.get(message.group_id)
+        if entry is not None:
+            coordinator, membership = entry
             self.relay(membership, coordinator.receive(membership.rank_of(peer.info["actor_id"]), message))
 
     def spread(self, peer: ParticipantLink, message: Stuck, actor_ids: Sequence[str]) -> None:
-        """Tells all groups of a participant that it waits in a plan, or no more: a call may wait for it."""
+        """Tells all groups of a participant whether it waits in a plan, as a member's call may wait for it."""
         for group_id in peer.group_ids & self._coordinators.keys():
             _, membership = self._coordinators[group_id]
             ranks = [rank for rank in map(membership.rank_of, actor_ids) if rank >= 0]
             self.receive(peer, replace(message, group_id=group_id, ranks=ranks))
 
     def lost(self, peer: ParticipantLink, group_id: str, reason: str) -> None:
-        """A member's process is gone."""
-        found = self._coordinators.get(group_id)
-        if found is not None:
-            coordinator, membership = found
+        """A member's process has ended."""
+        entry = self._coordinators.get(group_id)
+        if entry is not None:
+            coordinator, membership = entry
             self.relay(membership, coordinator.lost(membership.rank_of(peer.info["actor_id"]), reason))
 
     def relay(self, membership: Membership, outgoing: Orders) -> None:

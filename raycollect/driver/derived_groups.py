@@ -12,11 +12,11 @@ from raycollect.planner import Membership
 class DerivedGroups:
     """Derived groups by their actors, in order. Any thread may call it.
 
-    Each costs an actor memory and descriptors. So an actor has only so many of them, however many there are in all.
+    Each group costs its actors memory and descriptors, so the number of groups per actor is bounded.
 
     Args:
-        most: How many groups of an actor are kept; of more, those that are idle and were not used for the longest time
-            go.
+        most: The allowed number of groups per actor; beyond it, the idle groups that were not used for the longest time
+            are removed.
     """
 
     def __init__(self, most: int) -> None:
@@ -32,31 +32,31 @@ class DerivedGroups:
         return self._groups.get(membership.participants) is membership
 
     def find(self, actor_ids: tuple[str, ...]) -> Membership | None:
-        """The group of these actors in this order, which counts as used; None: there is none."""
+        """The group of these actors in this order, or None. Marks the group as used."""
         with self._lock:
-            found = self._groups.get(actor_ids)
-            if found is not None:
+            membership = self._groups.get(actor_ids)
+            if membership is not None:
                 self._groups.move_to_end(actor_ids)
-            return found
+            return membership
 
     def add(self, membership: Membership) -> None:
-        """Adds a group of actors that have none in this order."""
+        """Adds the group of its actors in their order."""
         with self._lock:
             self._groups[membership.participants] = membership
 
     def full(self, actor_ids: tuple[str, ...]) -> set[str]:
-        """Those of these actors that have more groups than are kept."""
+        """The actors among these that have more than the allowed number of groups."""
         counts = Counter(actor_id for actors in tuple(self._groups) for actor_id in actors)
         return {actor_id for actor_id in actor_ids if counts[actor_id] > self._most}
 
     def take_surplus(self, newest: Membership, is_idle: Callable[[Membership], bool]) -> list[Membership]:
-        """Removes idle groups of the actors of the newest group until these have no more than are kept."""
+        """Removes idle groups until no actor of the newest group has more than the allowed number."""
         removed = []
         with self._lock:
             full = self.full(newest.participants)
-            for one in self.all():
-                if full and one is not newest and not full.isdisjoint(one.participants) and is_idle(one):
-                    removed.append(self._groups.pop(one.participants))
+            for group in self.all():
+                if full and group is not newest and not full.isdisjoint(group.participants) and is_idle(group):
+                    removed.append(self._groups.pop(group.participants))
                     full = self.full(newest.participants)
         return removed
 
@@ -64,6 +64,6 @@ class DerivedGroups:
         """Removes all groups that are due."""
         with self._lock:
             removed = list(filter(is_due, self.all()))
-            for one in removed:
-                del self._groups[one.participants]
+            for group in removed:
+                del self._groups[group.participants]
         return removed

@@ -7,8 +7,8 @@ their part (`core.signals`): an exception of a handler comes up where there is n
 The message is a letter in the controller's mailbox, or an `Order` by the channel. It says behind which call of the
 actor the plan is; where that can't be known, or the actor's methods overlap, the plan is an actor task, which takes its
 place in the actor's queue. So is a plan that makes something, as its refs are the task's returns. So is one whose
-operand's method Ray may run again, after an exception: that ref is an argument of the task, so that Ray begins it, and
-what is behind it, after the last try.
+operand's method Ray may run again, after an exception or in a new process of the actor: that ref is an argument of the
+task, so that Ray begins the task, and the calls behind it, after the last try.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from raycollect.channel.mailbox import Letters
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import KEY_NBYTES, Key, OpKind, ReduceOp
-from raycollect.core.signals import Allowed, Deferred
+from raycollect.core.signals import Allowed
 from raycollect.driver.controller import Controller
 from raycollect.driver.error_location import add_operand
 from raycollect.driver.participant_link import ParticipantLink
@@ -91,19 +91,25 @@ class DispatchPlan:
     """A plan with all that dispatching needs, by position.
 
     Attributes:
+        requests: The calls.
+        staging: As for `prepare`.
         groups: The group of each call.
-        programs: What each participant gets, encoded.
+        programs: The encoded program of each participant.
         sources: The places of the refs whose keys are sent along.
-        outputs: The requests that make something there, in the order of the task's returns.
-        fits_channel: Whether it may go by the channel: it makes nothing, and fits into a frame.
-        limit_s: How long the plan may take from now on, waits for methods included; None: its callers did not say.
+        outputs: The requests with an output there, in the order of the task's returns.
+        makes: Whether there are outputs.
+        fits_channel: Whether it may go by the channel: it has no outputs, and fits into a frame.
+        limit_s: How long the plan may take, waits for methods included; None: its callers gave no limit.
     """
 
     plan: Plan
+    requests: tuple[RequestKey, ...]
+    staging: int
     groups: tuple[Membership, ...]
     programs: tuple[bytes, ...]
     sources: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
+    makes: bool
     fits_channel: bool
     limit_s: float | None = None
 
@@ -113,104 +119,158 @@ class DispatchPlan:
         return 8 * sum(map(len, self.programs))
 
 
-def prepare(asked: tuple[RequestKey, ...], staging: int) -> DispatchPlan:
-    """Plans calls and encodes the programs; cached for loops that repeat the same calls, over any refs."""
-    key = asked, staging
-    found = _prepared.find(key)
-    if found is None:
-        found = _prepare(asked, staging)
-        _prepared.add(key, found.groups, found)
-    return found
+def prepare(requests: tuple[RequestKey, ...], staging: int, keys: Sequence[Key]) -> DispatchPlan:
+    """Plans calls and encodes the programs; cached for loops that repeat the same calls, over any refs.
+
+    Args:
+        requests: The calls.
+        staging: How many bytes a participant may use for packing small tensors.
+        keys: Those of the refs, by place, for errors.
+
+    Raises:
+        RefusedError: The calls can't be planned; with every reason.
+    """
+    form = requests, staging
+    prepared = _prepared.find(form)
+    if prepared is None:
+        try:
+            with Allowed():  # it may take long, and nothing has begun
+                prepared = _prepare(requests, staging)
+        except RefusedError as exc:
+            raise explained(exc, requests, keys) from None
+        _prepared.add(form, prepared.groups, prepared)
+    return prepared
 
 
-_prepared: PlanCache[DispatchPlan] = PlanCache(256, 64 << 20, lambda one: one.nbytes)
+_prepared: PlanCache[DispatchPlan] = PlanCache(256, 64 << 20, lambda prepared: prepared.nbytes)
 
 
-def _prepare(asked: tuple[RequestKey, ...], staging: int) -> DispatchPlan:
+def _prepare(requests: tuple[RequestKey, ...], staging: int) -> DispatchPlan:
+    groups = tuple([request.group for request in requests])
     try:
-        planned = plan([one.request() for one in asked], [one.group for one in asked], staging=staging)
+        planned = plan([request.request() for request in requests], groups, staging=staging)
     except RefusedError:
-        raise _refusal(asked) from None
+        raise _refusal(requests) from None
     positions = range(len(planned.participants))
     programs = tuple(encode_program(planned.program(at)) for at in positions)
     sources: Any = tuple(planned.sources(at) for at in positions)  # places of refs, as in `RequestKey`
     outputs = tuple(planned.outputs(at) for at in positions)
-    nbytes = max(len(one) + len(keys) * KEY_NBYTES for one, keys in zip(programs, sources, strict=True))
+    nbytes = max(len(program) + len(keys) * KEY_NBYTES for program, keys in zip(programs, sources, strict=True))
+    is_limited = all(request.is_limited for request in requests)
     return DispatchPlan(
         plan=planned,
-        groups=tuple([one.group for one in asked]),
+        requests=requests,
+        staging=staging,
+        groups=groups,
         programs=programs,
         sources=sources,
         outputs=outputs,
+        makes=any(outputs),
         fits_channel=nbytes <= ORDER_NBYTES and not any(outputs),
-        limit_s=max(one.timeout_s for one in asked) if all(one.is_limited for one in asked) else None,
+        limit_s=max(request.timeout_s for request in requests) if is_limited else None,
     )
 
 
-def _refusal(asked: Sequence[RequestKey]) -> RefusedError:
-    found: list[Violation] = []
-    for number, one in enumerate(asked):
+def _refusal(requests: Sequence[RequestKey]) -> RefusedError:
+    violations: list[Violation] = []
+    for number, request in enumerate(requests):
         try:
-            plan_part(one.request(), one.group)
+            plan_part(request.request(), request.group)
         except RefusedError as exc:
-            if len(asked) == 1:
+            if len(requests) == 1:
                 return strip_traceback(exc)
-            found += [replace(wrong, call=number) for wrong in exc.violations]
-    return refusal("batch", "", tuple(found))
+            violations += [replace(violation, call=number) for violation in exc.violations]
+    return refusal("batch", "", tuple(violations))
 
 
-def send_plan(
-    controller: Controller,
-    asked: tuple[RequestKey, ...],
-    refs: dict[Key, Any],
-    staging: int,
-    deadline: Deadline = NEVER,
-    *,
-    is_awaited: bool = False,
-) -> PlanTracker:
-    """Plans calls and sends each participant its part, in one message each; `deadline` is that of a single call."""
-    try:
-        with Allowed():  # it may take long, and nothing has begun
-            prepared = prepare(asked, staging)
-    except RefusedError as exc:
-        raise explained(exc, asked, tuple(refs)) from None
-    with Deferred():
-        return send_prepared(controller, prepared, refs, deadline=deadline, is_awaited=is_awaited)
+def explained(error: RefusedError, requests: Sequence[RequestKey], keys: Sequence[Key]) -> RefusedError:
+    """Adds what the planner does not know: group names, actors and refs."""
+    violations = []
+    for violation in error.violations:
+        request = requests[max(violation.call, 0)]
+        violations.append(add_operand(violation, request.group, request.operands, keys))
+    names = dict.fromkeys(request.group.spec.name for request in requests)
+    return refusal(error.op, ", ".join(names), tuple(violations))
 
 
-def send_prepared(
+class Submission(NamedTuple):
+    """Calls that go into one plan: a call, a batch, or one of these again.
+
+    Attributes:
+        prepared: The plan.
+        refs: The operands, by the places that the programs name.
+        results: The return value of its calls, with a `Pending` for each ref that the plan makes.
+    """
+
+    prepared: DispatchPlan
+    refs: Mapping[Key, Any]
+    results: Any = None
+
+    def again(self, controller: Controller, tracker: PlanTracker) -> Submission:
+        """The same calls, over the same tensors and the groups as they are now, after `tracker` failed."""
+        name, before = tracker.plan.name, self.prepared
+        if tracker.is_committed:
+            raise RetryError(op=name, detail="all ranks that live hold its result: use that")
+        nothing_ran = isinstance(tracker.error, (RefusedError, DispatchError))
+        if len(before.requests) > 1 and not nothing_ran and not tracker.plan.is_idempotent:
+            detail = "some of its calls may have ended well, and have overwritten what they, or calls before them, read"
+            raise RetryError(op=name, detail=detail)
+        now = {group: controller.groups.as_it_is(group, tracker.plan.timeout_s) for group in tracker.groups}
+        for group, current in now.items():
+            if group.participants != current.participants:
+                detail = f"group {group.spec.name!r} has other members now: make the calls again, with their refs"
+                raise RetryError(op=name, detail=detail)
+        requests = tuple([request._replace(group=now[request.group]) for request in before.requests])
+        return self._replace(prepared=prepare(requests, before.staging, tuple(self.refs)))
+
+
+def made_by(tracker: PlanTracker, result: Any) -> Any:
+    """A return value with refs in place of each `Pending`; None for those of an unsent part of the plan."""
+    if isinstance(result, list):
+        return [made_by(tracker, item) for item in result]
+    if type(result) is not Pending:
+        return result
+    return tracker.outputs.get((result.request, tracker.plan.positions[result.actor_id]))
+
+
+def send(
     controller: Controller,
     prepared: DispatchPlan,
-    refs: dict[Key, Any],
+    refs: Mapping[Key, Any],
+    results: Any = None,
     *,
     is_awaited: bool = False,
     deadline: Deadline = NEVER,
-) -> PlanTracker:
-    """Sends each participant its part of a plan over these refs, inside of `Deferred`.
+) -> tuple[PlanTracker, Any]:
+    """Sends each participant its part of a `Submission`'s plan, inside of `Deferred`.
 
     Args:
         controller: The controller.
         prepared: The plan.
-        refs: The operands, by the places that the programs name.
+        refs: The operands.
+        results: The return value of its calls.
         is_awaited: Whether the calling thread waits for the plan now, and so looks at its letters itself.
         deadline: That of a call that began before; by default the calls' own limits count from now.
+
+    Returns:
+        The plan under way, and the results with refs in place of each `Pending`.
     """
     planned, plans = prepared.plan, controller.plans
     if deadline is NEVER and prepared.limit_s is not None:
         deadline = Deadline.after(prepared.limit_s)
     while True:
         revision, peers = plans.revision, controller.groups.links(prepared.groups, planned.participants)
-        # All at once: another thread's call, of which one more may need the result, would else come behind the plan
-        # on one actor, and that call before it on another. First: who has one of them may make a call of ours, in a
-        # finalizer, and wait for the other lock.
+        # All locks at once: otherwise two calls of another thread, of which the second needs the result of the first,
+        # could come behind the plan on one actor and before it on another. Before `dispatching`: a thread that holds
+        # one of them may make a call of the driver, in a finalizer, which waits for `dispatching`.
         with AllHeld(list(filter(None, map(_CALLS, peers)))), plans.dispatching:
             tracker = PlanTracker(next(plans.numbers), planned, prepared.groups, refs, deadline)
             plans.register(tracker)
-            if plans.revision is not revision:  # who ended a group meanwhile has not seen this plan
+            if plans.revision is not revision:  # the thread that ended a group meanwhile has not seen this plan
                 plans.remove(tracker)
                 continue
             _send_parts(controller, prepared, tracker, peers, is_awaited=is_awaited)
-            return tracker
+            return tracker, made_by(tracker, results) if prepared.makes else results
 
 
 def _send_parts(
@@ -222,7 +282,7 @@ def _send_parts(
     is_awaited: bool,
 ) -> None:
     """Sends each participant its part; if one can't be sent, the plan ends for all."""
-    keys, mailbox = tuple(tracker.refs), controller.mailbox
+    keys, mailbox = tracker.keys, controller.mailbox
     letters = None if mailbox is None else Letters(mailbox, tracker.look if is_awaited else None)
     if is_awaited:
         tracker.letters = letters
@@ -233,76 +293,18 @@ def _send_parts(
         own = list(map(keys.__getitem__, prepared.sources[at]))
         order = encode_order(ticket, own, prepared.programs[at])
         behind = [retried[key] for key in own if key in retried] if retried else []
-        made: Sequence[Any] = ()
+        refs: Sequence[Any] = ()
         try:
             if behind:
-                made = peer.submit_behind(order, len(outputs), behind)
+                refs = peer.submit_behind(order, len(outputs), behind)
             elif prepared.fits_channel:
                 peer.submit_in_order(order, tracker, at, letters)
             else:
-                made = peer.submit(order, len(outputs))
-        except Exception as exc:  # noqa: BLE001 - whatever Ray raises: too many pending calls, a dead actor, its own bugs
+                refs = peer.submit(order, len(outputs))
+        except Exception as exc:  # noqa: BLE001 - any of Ray's: too many pending calls, a dead actor, a bug
             error = peer.unsent(exc, tracker.member(at).rank)
-            controller.plans.send(tracker, tracker.fail(error, unsent=range(at, len(peers))))
+            controller.plans.fail(tracker, error, unsent=range(at, len(peers)))
             break
         peer.last_seq = tracker.seq
         if outputs:
-            tracker.made.update(zip(((number, at) for number in outputs), made, strict=True))
-
-
-def explained(error: RefusedError, asked: Sequence[RequestKey], keys: Sequence[Key]) -> RefusedError:
-    """Adds what the planner does not know: group names, actors and refs."""
-    found = []
-    for one in error.violations:
-        call = asked[max(one.call, 0)]
-        found.append(add_operand(one, call.group, call.operands, keys))
-    names = dict.fromkeys(call.group.spec.name for call in asked)
-    return refusal(error.op, ", ".join(names), tuple(found))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Submission:
-    """Calls that go into one plan; `results` has a `Pending` for each ref that the plan makes."""
-
-    asked: tuple[RequestKey, ...]
-    refs: Mapping[Key, Any]
-    results: tuple[Any, ...]
-    staging: int
-    is_batch: bool
-
-    def send(self, controller: Controller, deadline: Deadline = NEVER, *, is_awaited: bool = False) -> PlanTracker:
-        """Sends it (`send_plan`)."""
-        return send_plan(controller, self.asked, dict(self.refs), self.staging, deadline, is_awaited=is_awaited)
-
-    def given(self, tracker: PlanTracker) -> Any:
-        """What the caller gets, with refs for what is made; None for those where the plan could not be sent."""
-        found = [all_made(result, tracker) for result in self.results]
-        return found if self.is_batch else found[0]
-
-    def again(self, controller: Controller, tracker: PlanTracker) -> Submission:
-        """The same calls, over the same tensors and the groups as they are now, after `tracker` failed."""
-        name = tracker.plan.name
-        if tracker.is_committed:
-            raise RetryError(op=name, detail="all ranks that live hold its result: use that")
-        nothing_ran = isinstance(tracker.error, (RefusedError, DispatchError))
-        if self.is_batch and not nothing_ran and not tracker.plan.is_idempotent:
-            detail = "some of its calls may have ended well, and have overwritten what they, or calls before them, read"
-            raise RetryError(op=name, detail=detail)
-        now = {one: controller.groups.as_it_is(one, tracker.plan.timeout_s) for one in tracker.groups}
-        for before, after in now.items():
-            if [one.actor_id for one in before.members] != [one.actor_id for one in after.members]:
-                detail = f"group {before.spec.name!r} has other members now: make the calls again, with their refs"
-                raise RetryError(op=name, detail=detail)
-        return replace(self, asked=tuple([one._replace(group=now[one.group]) for one in self.asked]))
-
-
-def all_made(result: Any, tracker: PlanTracker) -> Any:
-    """What a call returns, with the refs of what its plan makes."""
-    return [made(one, tracker) for one in result] if isinstance(result, list) else made(result, tracker)
-
-
-def made(one: Any, tracker: PlanTracker) -> Any:
-    """The ref of what a plan makes, for its placeholder; None where the plan was not sent. A ref is itself."""
-    if type(one) is not Pending:
-        return one
-    return tracker.made.get((one.request, tracker.plan.positions[one.actor_id]))
+            tracker.outputs.update(zip(((number, at) for number in outputs), refs, strict=True))

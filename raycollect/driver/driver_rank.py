@@ -38,10 +38,10 @@ _ID_NBYTES = 16  # of Ray's id of an actor
 
 
 class DriverResult:
-    """Stands in `Work.refs` for what a collective makes on the driver, until that is there: `Work.wait` returns it.
+    """Stands in `Work.refs` for an output on the driver until the collective has ended; `Work.wait` returns the output.
 
     Attributes:
-        value: What was made; None before.
+        value: The output; None before.
     """
 
     __slots__ = ("__weakref__", "value")
@@ -50,18 +50,18 @@ class DriverResult:
         self.value: Any = None
 
     def __repr__(self) -> str:
-        return "<what a collective makes on the driver: wait() returns it>"
+        return "<an output of a collective on the driver: wait() returns it>"
 
 
 def with_results(result: Any) -> Any:
-    """What a call returns, with what was made on the driver in the places of what stood for it."""
+    """A call's return value, with outputs on the driver in place of each `DriverResult`."""
     if isinstance(result, list):
-        return [with_results(one) for one in result]
+        return [with_results(item) for item in result]
     return result.value if type(result) is DriverResult and result.value is not None else result
 
 
 class _Participant(Participant):
-    """What a participant holds, in the driver's process."""
+    """The participant in the driver's process."""
 
     def __init__(self, runtime: Runtime, actor_id: str, actor: str) -> None:
         super().__init__(runtime, Identity.of_ray(actor_id, actor))
@@ -71,7 +71,7 @@ class _Participant(Participant):
     def describe(self, *, ordered: bool = True) -> dict[str, Any]:
         if self._is_closed:
             raise InvalidGroupError(group_name="", detail="this_process() of a Ray that was shut down: call it again")
-        # No method runs here: what is `ordered` are the plans.
+        # No method runs here: `ordered` is about plans.
         return {**super().describe(ordered=False), "ordered": ordered, "participant": True}
 
     def task_of(self, seq: int) -> bytes:
@@ -79,12 +79,12 @@ class _Participant(Participant):
 
     def keep_output(self, key: Key, container: Container) -> Handle | None:
         result = self.results.pop(key, None)
-        if result is not None:  # else nobody asks for it any more
+        if result is not None:  # its `Work` still exists
             result.value = container.value
         return None
 
     def take(self, order: Order) -> None:
-        """Runs a program after those before; ConnectionLostError: the lease has ended."""
+        """Runs a program after earlier ones; ConnectionLostError: the lease has ended."""
         lease = self.leased()
         lease.plan_queue.received(order, lease.run_ordered)
 
@@ -97,18 +97,18 @@ class DriverRank:
     """The driver as a participant. Made on first use; ends with its controller.
 
     Attributes:
-        actor_id: What names it among actors.
-        handle: What stands for it in a list of actors.
+        actor_id: Its id among actors.
+        handle: Stands for it in a list of actors.
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        made = ray.ActorID(os.urandom(_ID_NBYTES - 4) + bytes.fromhex(ray.get_runtime_context().get_job_id()))
+        actor_id = ray.ActorID(os.urandom(_ID_NBYTES - 4) + bytes.fromhex(ray.get_runtime_context().get_job_id()))
         me = ray_actors.current_actor_id()
         name = f"the driver {ray_actors.short_actor(ray_actors.current_class(), me)}" if me else "the driver"
-        self.actor_id: str = made.hex()
+        self.actor_id: str = actor_id.hex()
         self.participant: _Participant = _Participant(runtime, self.actor_id, name)
         link = partial(DriverLink, self.participant)
-        self.handle: DriverHandle = DriverHandle(made, name, self.participant.describe, link)
+        self.handle: DriverHandle = DriverHandle(actor_id, name, self.participant.describe, link)
 
     def operand(self, value: Any) -> Operand | None:
         """Tensors of this process as an operand; None for anything else."""
@@ -122,7 +122,7 @@ class DriverRank:
         return Operand(ref=ray.put(handle), key=key, actor_id=self.actor_id, given=value)
 
     def close(self) -> None:
-        """Ends what serves others."""
+        """Closes its servers."""
         self.participant.close()
 
 
@@ -136,12 +136,12 @@ class DriverLink(ParticipantLink):
         self._participant = participant
 
     def submit(self, payload: bytes, outputs: int, behind: Sequence[Any] = ()) -> list[Any]:
-        """Hands over a program; returns what stands for its outputs."""
-        participant, found = self._participant, [DriverResult() for _ in range(outputs)]
+        """Hands over a program; returns a `DriverResult` for each of its outputs."""
+        participant, results = self._participant, [DriverResult() for _ in range(outputs)]
         task = participant.task_of(decode_order(payload)[0].seq)
-        participant.results.update({task_key(task, at): one for at, one in enumerate(found, 1)})
+        participant.results.update({task_key(task, at): result for at, result in enumerate(results, 1)})
         self.order(Order(payload=payload, in_order=True, after=b""))
-        return found
+        return results
 
     def submit_in_order(self, payload: bytes, tracker: PlanTracker, position: int, letters: Any) -> None:
         """Hands over a program without outputs."""
@@ -155,5 +155,5 @@ class DriverLink(ParticipantLink):
         super().send(message)
 
     def order(self, message: Order, letters: Any = None) -> None:
-        """Hands over a program, past the connection: one that came by it might overtake, or be overtaken."""
+        """Hands over a program directly: over the connection, it might overtake others, or be overtaken."""
         self._participant.take(message)

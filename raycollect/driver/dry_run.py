@@ -1,7 +1,7 @@
-"""`plan`: what a call or a batch would do, without doing it.
+"""`plan`: explains a call or a batch without running it.
 
-The calls are recorded, not sent. The handles of their refs say what the tensors are; from these follows what the ranks
-would tell each other in the agreement, and it is judged as there.
+The calls are recorded, not sent. The handles of their refs describe the tensors; from these follows what the ranks
+would exchange in the agreement, which is judged by the same rules.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 from ray.exceptions import RayError
 
 from raycollect.backends import folds
-from raycollect.core.model import TENSOR, Structure, TensorInfo
+from raycollect.core.model import TENSOR, Key, Structure, TensorInfo
 from raycollect.core.operations import PIECES
 from raycollect.driver import held_values
 from raycollect.driver.batch import record
 from raycollect.driver.controller import Controller
-from raycollect.driver.dispatch import Submission, explained, prepare
+from raycollect.driver.dispatch import explained, prepare
 from raycollect.engine import agreement
 from raycollect.engine.agreement import Arrival, Side, Spec
 from raycollect.errors import BatchError, RefusedError, Violation, refusal
@@ -35,7 +35,7 @@ Held = tuple[Structure, tuple[TensorInfo, ...]]
 
 
 def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Explains what a call would do: the algorithm and why, what travels together, bytes, memory and estimated time.
+    """Explains a call: the algorithm and the reason for it, coalesced tensors, bytes, memory and estimated time.
 
     Nothing is sent, and no tensor is touched; a group that has to be derived is formed. Waits for the methods whose
     refs are operands, as long as the call itself would. Calls of threads and asynchronous tasks that the function
@@ -48,7 +48,7 @@ def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     Raises:
         BatchError: The function calls no operation of the driver.
-        RefusedError: What the call itself would refuse for its arguments, or for its tensors' shapes, dtypes, devices.
+        RefusedError: The call itself would be refused, for its arguments or its tensors' shapes, dtypes or devices.
         GroupError: As by the call itself.
         CollectiveTimeoutError: A method has not returned in time.
     """
@@ -57,51 +57,49 @@ def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         raise BatchError(
             detail=f"plan() takes an operation and its arguments, or a function that calls operations, not {what}"
         )
-    recorded = record(fn, args, kwargs)
-    if not recorded.asked:
+    requests, refs, staging = record(fn, args, kwargs)
+    if not requests:
         detail = (
             f"{getattr(fn, '__name__', fn)!r} called no operation: plan() takes one and its arguments, or a function"
         )
         raise BatchError(detail=f"{detail} that calls some")
-    Controller.current().groups.check([one.group for one in recorded.asked])
+    Controller.current().groups.check([request.group for request in requests])
+    planned = prepare(requests, staging, tuple(refs)).plan
     try:
-        found = prepare(recorded.asked, recorded.staging).plan
-        handles = _handles(recorded, found)
-        estimated = _Estimated(found, handles)
-        estimated.judge()
+        handles = _handles(refs, planned)
+        _Estimated(planned, handles).judge()
     except RefusedError as exc:
-        raise explained(exc, recorded.asked, tuple(recorded.refs)) from exc.__cause__
-    return explain(found, {source: handle.infos for source, handle in handles.items()})
+        raise explained(exc, requests, tuple(refs)) from exc.__cause__
+    return explain(planned, {source: handle.infos for source, handle in handles.items()})
 
 
 def _numbered(violations: Sequence[Violation], number: int, plan: Plan) -> list[Violation]:
-    return [replace(one, call=number if len(plan.requests) > 1 else -1) for one in violations]
+    return [replace(violation, call=number if len(plan.requests) > 1 else -1) for violation in violations]
 
 
 # ---------------------------------------------------------------------------------------------- what refs hold
 
 
-def _handles(recorded: Submission, plan: Plan) -> dict[Source, Handle]:
-    refs = dict(enumerate(recorded.refs.values()))
-    values, late = held_values.values_of(refs, plan.timeout_s)
+def _handles(refs: Mapping[Key, Any], plan: Plan) -> dict[Source, Handle]:
+    values, late = held_values.values_of(dict(enumerate(refs.values())), plan.timeout_s)
     if late:
         number, rank = _user(plan, late[0])
         ranks = (rank,) if len(late) == 1 else tuple(_user(plan, source)[1] for source in late)
-        name = recorded.asked[number].group.spec.name
+        name = plan.memberships[number].spec.name
         raise held_values.late_error(plan.name, name, len(late), ranks, plan.timeout_s)
-    found: dict[Source, Handle] = {}
+    handles: dict[Source, Handle] = {}
     violations: list[Violation] = []
     causes: list[BaseException] = []
     for source, value in values.items():
         number, rank = _user(plan, source)
         if isinstance(value, Handle):
-            found[source] = value
+            handles[source] = value
         else:
             violations += _numbered([held_values.without_tensors(value, rank)], number, plan)
             causes += [value] if isinstance(value, RayError) else []
     if violations:
         raise refusal(plan.name, "", tuple(violations)) from next(iter(causes), None)
-    return found
+    return handles
 
 
 def _user(plan: Plan, source: Source) -> tuple[int, int]:
@@ -117,27 +115,27 @@ def _user(plan: Plan, source: Source) -> tuple[int, int]:
 
 
 class _Estimated:
-    """The agreement as it would go."""
+    """The agreement that the ranks would reach."""
 
     def __init__(self, plan: Plan, handles: Mapping[Source, Handle]) -> None:
         self._plan = plan
         self._handles = handles
-        self._made: dict[tuple[int, str], Held] = {}
+        self._outputs: dict[tuple[int, str], Held] = {}
         self._violations: list[Violation] = []
 
     def judge(self) -> None:
         """Raises RefusedError with all reasons of all requests, up to the first that others build on."""
         needed = {
-            one.request
+            source.request
             for request in self._plan.requests
             for _, *given in request.operands
-            for one in given
-            if isinstance(one, Made)
+            for source in given
+            if isinstance(source, Made)
         }
         for number in range(len(self._plan.requests)):
             self._judge(number)
             if self._violations and number in needed:
-                break  # what it makes is not known
+                break  # its outputs are unknown
         if self._violations:
             raise refusal(self._plan.name, "", tuple(self._violations))
 
@@ -151,9 +149,9 @@ class _Estimated:
         if violations:
             return
         for at, rank in enumerate(part.ranks):
-            made = self._output(number, at, specs)
-            if made is not None:
-                self._made[number, self._plan.memberships[number].participants[rank]] = made
+            output = self._output(number, at, specs)
+            if output is not None:
+                self._outputs[number, self._plan.memberships[number].participants[rank]] = output
 
     def _spec(self, number: int, rank: int, violations: list[Violation]) -> Spec:
         request, part = self._plan.requests[number], self._plan.parts[number]
@@ -171,7 +169,7 @@ class _Estimated:
         if request.op is not None and given is not None:
             violations += [
                 Violation(kind="unsupported", rank=rank, field="reduce op", found=reason)
-                for dtype in dict.fromkeys(one.dtype for one in given.tensors)
+                for dtype in dict.fromkeys(tensor.dtype for tensor in given.tensors)
                 if (reason := folds.refusal_reason(request.op, dtype))
             ]
         return Spec(
@@ -189,13 +187,13 @@ class _Estimated:
         _, src, dst = request.operands[part.places[rank]]
         for side, source, tensors in (("src", src, half.src), ("dst", dst, half.dst)):
             if source is not None:
-                for name, found, expected in faults_of(*self._held(number, rank, source), tensors):
+                for name, actual, expected in faults_of(*self._held(number, rank, source), tensors):
                     field = f"{name} of {side}"
-                    violations.append(Violation(kind="layout", rank=rank, field=field, found=found, expected=expected))
+                    violations.append(Violation(kind="layout", rank=rank, field=field, found=actual, expected=expected))
 
     def _held(self, number: int, rank: int, source: Source) -> Held:
         if isinstance(source, Made):
-            return self._made[source.request, self._plan.memberships[number].participants[rank]]
+            return self._outputs[source.request, self._plan.memberships[number].participants[rank]]
         handle = self._handles[source]
         return handle.structure, handle.infos
 
@@ -208,12 +206,12 @@ class _Estimated:
         if request.reshard is not None:
             return made_of(decode_half(part.template(rank).boxes).dst)
         if role is Role.LEARNED:
-            made = agreement.learn(specs, at, part.places.get(request.root, -1))
+            side = agreement.learn(specs, at, part.places.get(request.root, -1))
         elif given is None:
             return None
         else:
-            made = given if role is Role.LIKE else given.item(at)
-        return made.structure, made.tensors
+            side = given if role is Role.LIKE else given.item(at)
+        return side.structure, side.tensors
 
 
 def _side(held: Held, count: int, rank: int, name: str, violations: list[Violation]) -> Side | None:
@@ -225,6 +223,6 @@ def _side(held: Held, count: int, rank: int, name: str, violations: list[Violati
             return Side(structure=Structure("list", (), structure.items), tensors=infos)
     elif structure.kind == "tensor" and (piece := infos[0].piece(count)) is not None:
         return Side(structure=Structure("list", (), (TENSOR,) * count), tensors=(piece,) * count, loose=True)
-    kind, found, expected = agreement.piece_fault(structure, infos, count)
-    violations.append(Violation(kind=kind, rank=rank, field=name, found=found, expected=expected))
+    kind, actual, expected = agreement.piece_fault(structure, infos, count)
+    violations.append(Violation(kind=kind, rank=rank, field=name, found=actual, expected=expected))
     return None

@@ -1,4 +1,4 @@
-"""Adds to the errors of a plan what only the controller knows: group names, ranks, actors and refs."""
+"""Adds group names, ranks, actors and refs, which only the controller knows, to the errors of a plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RankNames = list[tuple[int, str]]  # (rank, actor)
 
 @dataclass(frozen=True, eq=False)
 class ErrorLocator:
-    """Maps the positions, group ids and sources of a plan to what users know."""
+    """Maps the positions, group ids and sources of a plan to ranks, group names and refs."""
 
     plan: Plan
     memberships: Sequence[Membership]
@@ -58,19 +58,19 @@ class ErrorLocator:
         return -1, -1
 
     def heard(self, position: int, error: RefusedError) -> Sequence[int]:
-        """The positions that have heard a refusal, which a participant reports: all were in the agreement."""
+        """The positions that know of a reported refusal: all that were in the agreement."""
         return range(len(self.plan.participants))
 
     def blamed(self, error: GroupBrokenError) -> tuple[Membership, ...]:
-        """The group that an error means; all groups where it names none of the plan."""
-        found = self._named_groups.get(error.group_name)
-        return self._groups if found is None else (found,)
+        """The group that an error names; all groups if it names none of the plan."""
+        group = self._named_groups.get(error.group_name)
+        return self._groups if group is None else (group,)
 
     def locate(
         self, position: int, error: RaycollectError, story: tuple[str, ...], missing_now: RankNames
     ) -> RaycollectError:
         """Completes an error reported by a participant (-1: the controller), in place; a refusal becomes a new one."""
-        # `missing_now`: who has not arrived at the latest agreement, for timeouts that name nobody.
+        # `missing_now`: the ranks missing at the latest agreement, for timeouts that name no rank.
         plan, group_names = self.plan, ", ".join(group.spec.name for group in self._groups)
         if isinstance(error, RefusedError):
             found_all = tuple(map(self._named, error.violations))
@@ -79,11 +79,11 @@ class ErrorLocator:
             error.group_name = self.blamed(error)[0].spec.name
         if not isinstance(error, FaultError):
             return error
-        found = self._named_groups.get(error.group_name)
-        group = found or self.home(position)[0]
+        named = self._named_groups.get(error.group_name)
+        group = named or self.home(position)[0]
         error.op = plan.name if len(plan.requests) == 1 else error.op or plan.name
-        error.group_name = group.spec.name if position >= 0 or found else group_names
-        if error.rank < 0 and position >= 0 and not isinstance(error, CollectiveTimeoutError):  # it says who is missing
+        error.group_name = group.spec.name if position >= 0 or named else group_names
+        if error.rank < 0 and position >= 0 and not isinstance(error, CollectiveTimeoutError):  # it names the missing
             error.rank = group.rank_of(plan.participants[position])
         error.actor = error.actor or (group.members[error.rank].actor if 0 <= error.rank < len(group.members) else "")
         error.story = error.story or story
@@ -112,7 +112,7 @@ class ErrorLocator:
     @cached_property
     def _named_groups(self) -> dict[str, Membership]:
         """Group id, or name -> the group."""
-        return {name: one for one in self._groups for name in (one.spec.group_id, one.spec.name)}
+        return {name: group for group in self._groups for name in (group.spec.group_id, group.spec.name)}
 
 
 def add_operand(

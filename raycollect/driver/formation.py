@@ -1,4 +1,4 @@
-"""How groups begin and end: what passes between a controller and the members."""
+"""Forms and dissolves groups: the exchange between a controller and the members."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from raycollect.ray_bridge import ray_actors, submitted_calls
 _log = logging.getLogger("raycollect")
 
 Declared = tuple[Membership, Declaration]
-"""A group, and what was asked for, with its actors by rank."""
+"""A group, and its declaration, with the actors by rank."""
 
 
 class Formation:
@@ -51,11 +51,11 @@ class Formation:
         self.draining: set[str] = set()
         self._peers = peers
         self._plans = plans
-        # Who takes part in plans and steps, as long as the revision is the same
+        # The participants of plans and steps, valid while the revision is the same
         self._links: dict[Any, tuple[object, list[ParticipantLink]]] = {}
         self._claims = Claims()  # names, the actors of derived groups, and groups that are being dissolved
         self._broken: dict[str, str] = {}  # group id -> why
-        self._ended: list[Membership] = []  # groups that are gone here, whose members may not know it yet
+        self._ended: list[Membership] = []  # groups that have ended here, whose members may not know it yet
 
     def _form(
         self,
@@ -67,11 +67,11 @@ class Formation:
         old: Membership | None = None,
         drains: bool = False,
     ) -> Declared:
-        """Forms a group and adds it, in the place of `old`, which is as it was where not all are ready to join."""
+        """Forms a group and adds it in place of `old`, which stays as it was if a member is not ready to join."""
         member_discovery.check(declaration)
         calls = {ray_actors.id_of(actor): submitted_calls.watch(actor) for actor in declaration.actors}
         with Allowed():
-            infos = member_discovery.describe(declaration, deadline_s)  # all calls before have ended by then
+            infos = member_discovery.describe(declaration, deadline_s)  # behind all earlier calls
             membership = _membership(declaration, infos, deadline_s, old, is_derived=is_derived)
         actors = {ray_actors.id_of(actor): actor for actor in declaration.actors}
         self.coordinators.open(membership)
@@ -84,9 +84,9 @@ class Formation:
                 self._retire(old, deadline_s, drains=drains)
             replaces = "" if old is None else old.spec.group_id
             self._peers.join(membership, deadline_s, replaces)
-            by_rank = tuple([actors[one.actor_id] for one in membership.members])
+            by_rank = tuple([actors[member.actor_id] for member in membership.members])
             formed = membership, replace(declaration, actors=by_rank, is_by_rank=True)
-            deliver()  # a signal that has come by now leaves no group
+            deliver()  # a signal that has arrived by now leaves no group
             add(formed)
         except BaseException:
             self._ended.append(membership)
@@ -100,7 +100,7 @@ class Formation:
         return formed
 
     def _retire(self, old: Membership, deadline_s: float, *, drains: bool) -> None:
-        """Ends all that a group does; who is a member of the next one leaves it by joining that."""
+        """Ends the plans and calls of a group; its members leave it when they join the next one."""
         if drains and not self._drain(old, deadline_s):
             detail = "its collectives under way have not ended in time, so its members did not change"
             raise CollectiveTimeoutError(op="change of the members", group_name=old.spec.name, detail=detail)
@@ -109,8 +109,8 @@ class Formation:
         cluster_registry.remove(old)
 
     def _drain(self, membership: Membership, deadline_s: float) -> bool:
-        """Lets no plan of a group begin, and waits for those under way; False: not all have ended in time."""
-        with self._plans.dispatching:  # a plan that began before is waited for; none begins after it, as all look again
+        """Keeps plans of a group from beginning, and waits for those under way; False: not all have ended in time."""
+        with self._plans.dispatching:  # no later plan begins, as each checks its groups for the new revision
             self.draining.add(membership.spec.group_id)
             self._plans.revision = object()
             under_way = self._plans.of_group(membership)
@@ -122,26 +122,26 @@ class Formation:
         self._links.clear()
         plan_cache.forget(membership)
         for tracker in self._plans.of_group(membership):
-            self._plans.send(tracker, tracker.fail(PlanAbortedError(detail=why)))
+            self._plans.fail(tracker, PlanAbortedError(detail=why))
 
     def _dissolve_ended(self, name: str = "", deadline_s: float = 0.0) -> None:
-        """Tells the members of groups that have ended here; waits for another thread that does that with one `name`."""
-        for one in tuple(self._ended):
-            until_s = deadline_s if one.spec.name == name else 0.0
+        """Dissolves the groups that have ended here; waits for another thread that dissolves one called `name`."""
+        for membership in tuple(self._ended):
+            until_s = deadline_s if membership.spec.name == name else 0.0
             try:
-                with self._claims.claim(("ended", one.spec.group_id), until_s):
-                    self._dissolve(one)
+                with self._claims.claim(("ended", membership.spec.group_id), until_s):
+                    self._dissolve(membership)
             except ClaimedError:
                 continue
 
     def _dissolve(self, membership: Membership) -> None:
         if membership not in self._ended:
-            return  # another thread has done it
+            return  # another thread has dissolved it
         try:
             self._end_plans(membership, "its group was destroyed")
             self._part(membership)
             cluster_registry.remove(membership)
-        except Exception:  # it would come again
+        except Exception:  # the next attempt would fail, too
             self._ended.remove(membership)
             raise
         self._ended.remove(membership)
@@ -153,8 +153,8 @@ class Formation:
         return self._broken.get(membership.spec.group_id, "")
 
     def lost(self, peer: ParticipantLink, reason: str) -> None:
-        """A participant's process is gone, and with it all its groups; on the hub's thread."""
-        for group_id in [one for one in tuple(peer.group_ids) if one in self.coordinators]:  # the others have ended
+        """A participant's process has ended: all its groups are broken. On the hub's thread."""
+        for group_id in filter(self.coordinators.__contains__, tuple(peer.group_ids)):  # the others have ended
             self._broken[group_id] = f"{peer.info['actor']} died ({reason})"
             self.coordinators.lost(peer, group_id, reason)
 
@@ -172,7 +172,7 @@ def _membership(
     *,
     is_derived: bool,
 ) -> Membership:
-    """The group that is to be formed of actors that have said who they are."""
+    """The group to form of actors that have described themselves."""
     members = declaration.ranked(infos)
     choice = _choose_backend(declaration, members, deadline_s)
     spec = declaration.spec(secrets.token_hex(8), choice.backend)

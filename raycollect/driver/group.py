@@ -26,7 +26,7 @@ from raycollect.ray_bridge.driver_handle import DriverHandle, is_handle
 
 _log = logging.getLogger("raycollect")
 
-SHOWN_S = 0.5  # how long a notebook waits for what members say, in seconds
+SHOWN_S = 0.5  # how long a notebook waits for the members' answers, in seconds
 
 MOST_NAMED = 8  # how many members, and collectives under way, are named where a group is shown
 
@@ -61,7 +61,7 @@ class Group:
 
     def get_rank(self, actor: Any) -> int:
         """The rank of an actor; -1 where it is no member."""
-        return next((rank for rank, one in enumerate(self.actors) if is_handle(actor) and one == actor), -1)
+        return next((rank for rank, other in enumerate(self.actors) if is_handle(actor) and other == actor), -1)
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Calls a method of every actor, as ``actor.method.remote(*args, **kwargs)``; all get the same arguments.
@@ -69,13 +69,13 @@ class Group:
         For arguments that differ from rank to rank, call the methods of `actors`.
 
         Returns:
-            One ref per rank, in rank order: what the driver's operations take.
+            One ref per rank, in rank order, as the driver's operations take them.
 
         Raises:
             AttributeError: The actors have no such method. None was called.
         """
         methods = [getattr(actor, method) for actor in self.actors]
-        return [one.remote(*args, **kwargs) for one in methods]
+        return [method.remote(*args, **kwargs) for method in methods]
 
     @property
     def epoch(self) -> int:
@@ -92,7 +92,7 @@ class Group:
         return RankTable.of_places([ActorPlacement.of(m.node_id, dict(m.accelerators), m.actor) for m in members])
 
     def status(self, timeout_s: float = 2.0) -> GroupStatus:
-        """Where it stands, and what its members are doing. They answer from a thread of their own, also while busy.
+        """The group's state, and its members' current activity. Members answer from a separate thread, also while busy.
 
         Args:
             timeout_s: How long to wait for their answers, in seconds; 0: they are not asked.
@@ -103,8 +103,8 @@ class Group:
         refuse("status", wrong_time_limit(timeout_s, also=(0,)))
         membership, controller = self._membership, self._controller
         state, detail = self._state()
-        asked = membership.members if timeout_s > 0 else ()
-        answers = controller.participants.look(asked, timeout_s) if asked else [None] * self.world_size
+        asked_members = membership.members if timeout_s > 0 else ()
+        answers = controller.participants.look(asked_members, timeout_s) if asked_members else [None] * self.world_size
         trackers = self._under_way()
         by_actor = dict(zip((m.actor_id for m in membership.members), answers, strict=True))
         members = tuple(member_status(m, trackers, by_actor) for m in membership.members)
@@ -121,7 +121,7 @@ class Group:
         return (groups.BROKEN if detail else groups.ALIVE), detail
 
     def statistics(self, timeout_s: float = 10.0) -> GroupStatistics:
-        """What its members hold. They answer from a thread of their own, so that busy ones do as well.
+        """The tensors and memory of its members. They answer from a separate thread, also while busy.
 
         Args:
             timeout_s: How long to wait for their answers, in seconds.
@@ -136,13 +136,13 @@ class Group:
         answers = self._controller.participants.survey(self._membership.members, timeout_s)
         pairs = zip(self._membership.members, answers, strict=True)
         return GroupStatistics(
-            members=tuple(None if said is None else member_statistics(one, said) for one, said in pairs)
+            members=tuple(None if said is None else member_statistics(member, said) for member, said in pairs)
         )
 
     def rebuild(self, actors: Sequence[Any] | None = None, *, timeout_s: float = 60.0) -> Group:
         """Forms the group again under its name, after a member has died or a collective has broken it.
 
-        It has a new epoch: whatever the old one still has under way is aborted, and its messages are nobody's any more.
+        The group gets a new epoch: plans of the old epoch are aborted, and its messages are ignored.
         Members' own calls go on in the new group, and steps as after `add`.
 
         Args:
@@ -194,7 +194,7 @@ class Group:
     def remove(self, members: Any, *, timeout_s: float = 60.0) -> Group:
         """Removes members, dead or alive: a rank or an actor handle, or a list of them. The actors themselves live on.
 
-        The ranks of the others close up, in their order. Arguments, result, errors, and what becomes of steps, are as
+        The ranks of the others close up, in their order. Arguments, result, errors, and effects on steps are as
         of `add`.
         """
         return self._change(group_change.removed(self._membership, self.actors, members), timeout_s)
@@ -202,7 +202,7 @@ class Group:
     def replace(self, dead: Any, new: Any, *, timeout_s: float = 60.0) -> Group:
         """Puts another actor at the rank of a member that has died; or others, as lists of one length.
 
-        All other ranks stay. Results, errors, and what becomes of steps, are as of `add`.
+        All other ranks stay. Results, errors, and effects on steps are as of `add`.
 
         Args:
             dead: A rank or an actor handle, or a list of them. That they live is an InvalidGroupError.
@@ -234,8 +234,8 @@ class Group:
     def _repr_html_(self) -> str:
         status = self.status(SHOWN_S if self._state()[0] != groups.DESTROYED else 0.0)
         trackers = self._under_way()
-        plans = (f"{one.plan.name} (plan {one.seq})" for one in trackers)
-        told = [
+        plans = (f"{tracker.plan.name} (plan {tracker.seq})" for tracker in trackers)
+        facts = [
             ("state", f"{status.state}{status.detail and f': {status.detail}'}"),
             ("backend", f"{self.backend}, {self._why()}"),
             ("epoch", f"{self.epoch}, how often it was rebuilt, or its members changed" if self.epoch else ""),
@@ -243,7 +243,7 @@ class Group:
             ("live view", html.link(self._controller.live_link)),
         ]
         title = f"group {self.name!r}: {counted(self.world_size, 'rank')}, {status.state}"
-        return html.block("group", title, html.pairs(told), status._rows())
+        return html.block("group", title, html.pairs(facts), status._rows())
 
     def __repr__(self) -> str:
         members = listed((member.actor for member in self._membership.members), most=MOST_NAMED)
@@ -297,7 +297,7 @@ def declare_collective_group(
         SelfDrivenError: The calling actor is among them.
         RayClientError: This process is connected by ray://.
     """
-    asked: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "world_size": world_size,
         "ranks": ranks,
         "backend": backend,
@@ -308,8 +308,8 @@ def declare_collective_group(
         "timeout_s": timeout_s,
     }
     if ray_session.is_started():
-        Controller.current()  # it may not be allowed here; but no cluster is started for what can't be
-    declaration = Declaration.of(actors, **_with_options(asked, options))
+        Controller.current()  # it may not be allowed here; an invalid declaration starts no cluster
+    declaration = Declaration.of(actors, **_with_options(arguments, options))
     if not ray_session.is_started():
         raise ActorGoneError(op="declare", group_name=declaration.name, detail=member_discovery.OF_ANOTHER_RAY)
     controller = Controller.current()
@@ -333,18 +333,18 @@ def this_process() -> DriverHandle:
     return Controller.current().driver_rank().handle
 
 
-def _with_options(asked: dict[str, Any], options: Any) -> dict[str, Any]:
+def _with_options(arguments: dict[str, Any], options: Any) -> dict[str, Any]:
     if options is not None and not isinstance(options, Mapping):
         detail = f"options is {shown(options)}, not a dict"
-        raise InvalidGroupError(group_name=as_name(asked["group_name"]), detail=detail)
+        raise InvalidGroupError(group_name=as_name(arguments["group_name"]), detail=detail)
     given = dict(() if options is None else options)
     if "rank" in given:
         given["ranks"] = given.pop("rank")
-    strange = sorted(map(shown, given.keys() - asked.keys()))
+    strange = sorted(map(shown, given.keys() - arguments.keys()))
     if strange:
-        detail = f"unknown options {listed(strange)}; there are {sorted([*asked, 'rank'])}"
-        raise InvalidGroupError(group_name=as_name(asked["group_name"]), detail=detail)
-    return {**asked, **given}
+        detail = f"unknown options {listed(strange)}; there are {sorted([*arguments, 'rank'])}"
+        raise InvalidGroupError(group_name=as_name(arguments["group_name"]), detail=detail)
+    return {**arguments, **given}
 
 
 def destroy_collective_group(group_name: GroupLike = "default") -> None:
@@ -355,7 +355,7 @@ def destroy_collective_group(group_name: GroupLike = "default") -> None:
     more) it only logs a warning, as in `ray.util.collective`, so that cleaning up twice does no harm.
 
     Raises:
-        UnknownGroupError: On the driver: there is none of that name.
+        UnknownGroupError: On the driver: there is no group of that name.
     """
     name = name_of(group_name)
     if init.is_group_initialized(name) and not Controller.is_rank_of(name):

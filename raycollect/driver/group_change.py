@@ -1,4 +1,4 @@
-"""What `Group.add`, `Group.remove` and `Group.replace` make of a group's members. Asks nobody but for `living`."""
+"""The members of a group after `Group.add`, `Group.remove` and `Group.replace`. Only `living` asks actors."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from raycollect.ray_bridge import ray_actors
 from raycollect.ray_bridge.driver_handle import is_handle
 
 ANSWER_S = 2.0
-"""How long a member that is said to be dead may take to show that it lives, in seconds."""
+"""How long to wait for an answer of a member that should be dead, in seconds."""
 
 
 def added(membership: Membership, actors: Sequence[Any], new: Any) -> list[Any]:
-    """The actors by rank with more of them, which come after those of now; InvalidGroupError has every reason."""
-    found = _several(new)
-    _refuse(membership, _newcomer_problems(membership, found))
-    return [*actors, *found]
+    """The actors by rank, with new ones at the end; InvalidGroupError has every reason."""
+    newcomers = _several(new)
+    _refuse(membership, _newcomer_problems(membership, newcomers))
+    return [*actors, *newcomers]
 
 
 def removed(membership: Membership, actors: Sequence[Any], members: Any) -> list[Any]:
-    """The actors by rank without some, whose ranks close up in their order; raises as `added`."""
+    """The actors by rank without the removed ones; the other ranks close up. Raises as `added`."""
     problems: list[str] = []
     ranks = _ranks(membership, members, problems)
     if not problems and len(set(ranks)) == membership.spec.world_size:
@@ -37,23 +37,23 @@ def removed(membership: Membership, actors: Sequence[Any], members: Any) -> list
 
 
 def replaced(membership: Membership, dead: Any, new: Any) -> dict[int, Any]:
-    """By rank of a member that has to be dead, the actor in its place; raises as `added`."""
+    """The new actor by the rank of the dead member that it replaces; raises as `added`."""
     problems: list[str] = []
-    ranks, found = _ranks(membership, dead, problems), _several(new)
-    problems += _newcomer_problems(membership, found)
-    if not problems and len(ranks) != len(found):
-        problems.append(f"{len(ranks)} members to replace, but {len(found)} actors in their place")
+    ranks, newcomers = _ranks(membership, dead, problems), _several(new)
+    problems += _newcomer_problems(membership, newcomers)
+    if not problems and len(ranks) != len(newcomers):
+        problems.append(f"{len(ranks)} members to replace, but {len(newcomers)} actors in their place")
     _refuse(membership, problems)
-    return dict(zip(ranks, found, strict=True))
+    return dict(zip(ranks, newcomers, strict=True))
 
 
 def living(members: Sequence[Member], peers: Participants) -> str:
-    """Why members can't be replaced, as they are not known to be dead; empty where all are."""
-    found = [f"rank {one.rank} ({one.actor})" for one in members if not peers.has_ended(one, ANSWER_S)]
-    if not found:
+    """Why members can't be replaced, as they are not known to be dead; empty if all are dead."""
+    alive = [f"rank {member.rank} ({member.actor})" for member in members if not peers.has_ended(member, ANSWER_S)]
+    if not alive:
         return ""
     return (
-        f"alive, or not known to be dead: {listed(found)}. End it with ray.kill(actor), or remove it and add the other"
+        f"alive, or not known to be dead: {listed(alive)}. End it with ray.kill(actor), or remove it and add the other"
     )
 
 
@@ -80,18 +80,18 @@ def _newcomer_problems(membership: Membership, actors: Sequence[Any]) -> list[st
 
 def _ranks(membership: Membership, members: Any, problems: list[str]) -> list[int]:
     ranks, size = [], membership.spec.world_size
-    for one in _several(members):
-        if is_handle(one):
-            rank = membership.rank_of(ray_actors.id_of(one))
+    for member in _several(members):
+        if is_handle(member):
+            rank = membership.rank_of(ray_actors.id_of(member))
             if rank < 0:
-                problems.append(f"{ray_actors.describe_actor(one)} is not a member")
+                problems.append(f"{ray_actors.describe_actor(member)} is not a member")
         else:
             try:
-                rank = -1 if isinstance(one, bool) else operator.index(one)
+                rank = -1 if isinstance(member, bool) else operator.index(member)
             except TypeError:  # arrays have `__index__`, whatever is in them
                 rank = -1
             if not 0 <= rank < size:
-                problems.append(f"{shown(one)} is neither a rank from 0 to {size - 1} nor the handle of a member")
+                problems.append(f"{shown(member)} is neither a rank from 0 to {size - 1} nor the handle of a member")
                 continue
         if rank in ranks:
             problems.append(f"rank {rank} more than once")

@@ -1,4 +1,4 @@
-"""What the members of a group do and hold, at the moment of asking; and how that is shown."""
+"""Snapshots of a group's members: their activity, their memory, and how both are shown."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from raycollect.planner.wording import counted, nbytes_words, seconds_words
 _HEAD = ("rank", "actor", "host", "pid", "device", "state", "collectives under way", "awaited for")
 _RIGHT = frozenset({"rank", "pid", "awaited for"})
 
-_NOW = frozenset({"state", "collectives under way", "awaited for"})  # columns of what a member does now
+_NOW = frozenset({"state", "collectives under way", "awaited for"})  # columns of a member's current activity
 
-_SELDOM = frozenset({"collectives under way", "awaited for"})  # columns that are left out where they are empty
+_SELDOM = frozenset({"collectives under way", "awaited for"})  # columns that are left out if empty
 
 _CELL = re.compile(r"[^\s(]*/ipykernel_\d+/\d+\.py:(\d+)")  # the file that Python names for a notebook's cell
 
@@ -72,7 +72,7 @@ class MemberStatus:
 
     @property
     def state(self) -> str:
-        """What it does, in words: the method that it is in, that it is in none, or that it did not answer."""
+        """Its activity, in words: its current method, that it runs none, or that it did not answer."""
         if not self.answers:
             return "no answer"
         if self.doing.startswith(COULD_NOT_LOOK):
@@ -115,13 +115,13 @@ class GroupStatus:
 
     def _rows(self) -> html.Markup:
         """The ranks as an HTML table without columns that say nothing; of very many ranks the most interesting ones."""
-        told = sorted(self.members, key=_is_dull)[: html.MOST_ROWS]
-        rows = [_cells(one) for one in sorted(told, key=lambda one: one.rank)]
+        chosen = sorted(self.members, key=_is_dull)[: html.MOST_ROWS]
+        rows = [_cells(status) for status in sorted(chosen, key=lambda status: status.rank)]
         idle = {name for name, *column in zip(_HEAD, *rows, strict=True) if not any(column)}
         left_out = _NOW if self.state == DESTROYED else _SELDOM & idle
-        kept = [at for at, name in enumerate(_HEAD) if name not in left_out]
-        shown = [[row[at] for at in kept] for row in rows]
-        return html.table([_HEAD[at] for at in kept], shown, right=_RIGHT, count=len(self.members))
+        columns = [at for at, name in enumerate(_HEAD) if name not in left_out]
+        shown = [[row[at] for at in columns] for row in rows]
+        return html.table([_HEAD[at] for at in columns], shown, right=_RIGHT, count=len(self.members))
 
     @html.shown
     def _repr_html_(self) -> str:
@@ -135,7 +135,7 @@ class GroupStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberStatistics:
-    """What one rank's process holds for all its groups, at the moment of its answer.
+    """The tensors and memory of one rank's process, for all its groups, at the moment of its answer.
 
     Attributes:
         rank: Its rank.
@@ -163,16 +163,16 @@ class MemberStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class GroupStatistics:
-    """What the members of a group hold, at the moment of asking.
+    """The tensors and memory of a group's members, at the moment of asking.
 
     Attributes:
-        members: By rank; None for one that is gone, or did not answer in time.
+        members: By rank; None for a member that has ended, or did not answer in time.
     """
 
     members: tuple[MemberStatistics | None, ...]
 
     def __repr__(self) -> str:
-        lines = (str(one or f"rank {rank}: gone, or silent") for rank, one in enumerate(self.members))
+        lines = (str(member or f"rank {rank}: gone, or silent") for rank, member in enumerate(self.members))
         return "\n  ".join(("<GroupStatistics", *lines)) + ">"
 
 
@@ -196,8 +196,8 @@ def _cells(status: MemberStatus) -> tuple[object, ...]:
 
 
 def member_status(member: Member, trackers: Sequence[PlanTracker], seen: Mapping[str, Seen | None]) -> MemberStatus:
-    """What is known of a member, by its group's plans under way and what members said of themselves, by actor."""
-    pending = [one for one in trackers if one.is_pending(one.plan.positions.get(member.actor_id, -1))]
+    """The status of a member, from its group's plans under way and the members' answers, by actor."""
+    pending = [tracker for tracker in trackers if tracker.is_pending(tracker.plan.positions.get(member.actor_id, -1))]
     mine = seen[member.actor_id]
     return MemberStatus(
         rank=member.rank,
@@ -205,9 +205,9 @@ def member_status(member: Member, trackers: Sequence[PlanTracker], seen: Mapping
         node_id=member.node_id,
         pid=member.pid,
         ordered=member.ordered,
-        plans=tuple(one.seq for one in pending),
-        steps=tuple(stall_report.step_of(one, mine) for one in pending),
-        awaited_s=max((stall_report.awaited_s(one, member.actor_id, seen) for one in pending), default=0.0),
+        plans=tuple(tracker.seq for tracker in pending),
+        steps=tuple(stall_report.step_of(tracker, mine) for tracker in pending),
+        awaited_s=max((stall_report.awaited_s(tracker, member.actor_id, seen) for tracker in pending), default=0.0),
         host=member.address.host,
         device=", ".join(f"{kind} {', '.join(ids)}" for kind, ids in member.accelerators) or "CPU",
         **watchdog.report_fields(mine),
@@ -215,5 +215,5 @@ def member_status(member: Member, trackers: Sequence[PlanTracker], seen: Mapping
 
 
 def member_statistics(member: Member, answer: Surveyed) -> MemberStatistics:
-    """A member's answer about what it holds."""
+    """The statistics of a member, from its answer."""
     return MemberStatistics(rank=member.rank, actor=member.actor, store=answer.store, arena=answer.arena)

@@ -40,10 +40,10 @@ from raycollect.ray_bridge import ray_actors
 
 _log = logging.getLogger("raycollect")
 
-_MOST_LINKS = 256  # for how many plans it is known who takes part
+_MOST_LINKS = 256  # for how many plans the participants are cached
 
 MOST_DERIVED = 256
-"""How many derived groups of an actor are kept, unless that would take more than an eighth of its file descriptors."""
+"""The most derived groups of an actor, unless they would take more than an eighth of its file descriptors."""
 
 
 class Groups(Formation):
@@ -62,38 +62,38 @@ class Groups(Formation):
         super().__init__(peers, plans)
         self.held: list[str] = []
         self._is_closed = False
-        self._lock = threading.RLock()  # held for moments, where a name gets another group
+        self._lock = threading.RLock()  # held briefly, when a name gets another group
         self._declared: dict[str, Declared] = {}  # by name; keeps the actors alive (P5)
         self._derived = DerivedGroups(_most_derived())
 
     # ------------------------------------------------------------------------------------------ looking them up
 
     def named(self, name: Any) -> Membership:
-        """A declared group; raises UnknownGroupError where there is none of that name."""
-        found = self.find(name)
-        if found is None:
+        """A declared group; raises UnknownGroupError if no group has that name."""
+        membership = self.find(name)
+        if membership is None:
             raise self._unknown(name)
-        return found
+        return membership
 
     def find(self, name: Any, limit_s: float | None = None) -> Membership | None:
-        """A declared group; None where there is none of that name.
+        """A declared group; None if no group has that name.
 
         While its members change this waits for those that it will have; CollectiveTimeoutError: `limit_s` is over.
         """
-        found = self._declared.get(name) if isinstance(name, str) else None
-        if found is not None and found[0].spec.group_id in self.draining:
+        declared = self._declared.get(name) if isinstance(name, str) else None
+        if declared is not None and declared[0].spec.group_id in self.draining:
             if not self._claims.wait(name, inf if limit_s is None else monotonic() + limit_s):
                 detail = f"after {limit_s:g} s its members are still being changed by another thread"
                 raise CollectiveTimeoutError(group_name=name, detail=detail, timeout_s=limit_s or 0.0)
-            found = self._declared.get(name)
-        return None if found is None else found[0]
+            declared = self._declared.get(name)
+        return None if declared is None else declared[0]
 
     def is_declared(self, name: str) -> bool:
         """Whether there is a declared group of that name; never waits."""
         return name in self._declared
 
     def declared(self) -> list[Declared]:
-        """All declared groups, with what was asked for."""
+        """All declared groups, with their declarations."""
         return list(self._declared.values())
 
     def exists(self, membership: Membership) -> bool:
@@ -102,29 +102,29 @@ class Groups(Formation):
         return (declared is not None and declared[0] is membership) or membership in self._derived
 
     def as_it_is(self, membership: Membership, timeout_s: float) -> Membership:
-        """A group as it is now, if it was rebuilt; a derived one is formed again where it is gone or broken."""
+        """The current group after rebuilds; a derived group is formed again if it was dissolved or is broken."""
         if membership.is_derived:
-            return self.derive(tuple(one.actor_id for one in membership.members), timeout_s)
+            return self.derive(tuple(member.actor_id for member in membership.members), timeout_s)
         return self.named(membership.spec.name)
 
     def links(self, memberships: Sequence[Membership], actor_ids: tuple[str, ...]) -> list[ParticipantLink]:
         """The leased participants of a plan or captured step, by position; raises as `check` does."""
         key, revision = (tuple(memberships), actor_ids), self._plans.revision
-        known = self._links.get(key)
-        if known is not None and known[0] is revision:
-            return known[1]
+        cached = self._links.get(key)
+        if cached is not None and cached[0] is revision:
+            return cached[1]
         self.check(memberships)
         groups = dict.fromkeys(memberships)
-        found = [self._peers.leased(actor_id, groups) for actor_id in actor_ids]
-        if known is not None or len(self._links) >= _MOST_LINKS:
+        peers = [self._peers.leased(actor_id, groups) for actor_id in actor_ids]
+        if cached is not None or len(self._links) >= _MOST_LINKS:
             self._links.clear()
-        self._links[key] = revision, found
-        return found
+        self._links[key] = revision, peers
+        return peers
 
     def check(self, memberships: Iterable[Membership]) -> None:
         """Checks that groups exist and can communicate."""
         if self._is_closed:
-            name = next((one.spec.name for one in memberships), "")
+            name = next((group.spec.name for group in memberships), "")
             detail = "it has ended with what used it, as Ray was shut down meanwhile; capture steps of it again, too"
             raise UnknownGroupError(group_name=name, detail=detail)
         for membership in dict.fromkeys(memberships):
@@ -141,15 +141,15 @@ class Groups(Formation):
     # ------------------------------------------------------------------------------------------ broken ones
 
     def breaks(self, group_id: str, why: str) -> None:
-        """A group can't communicate any more; the first reason is kept."""
-        groups = [one for one, _ in tuple(self._declared.values())] + [*self._derived.all()]
-        if any(one.spec.group_id == group_id for one in groups):  # not one that is destroyed
+        """Marks a group as broken; the first reason counts."""
+        groups = [group for group, _ in tuple(self._declared.values())] + [*self._derived.all()]
+        if any(group.spec.group_id == group_id for group in groups):  # not a destroyed one
             self._broken.setdefault(group_id, why)
 
     def bury(self, peer: ParticipantLink) -> None:
-        """Dissolves the derived groups of a participant whose process is gone, in another thread."""
+        """Dissolves the derived groups of a participant whose process has ended, in another thread."""
         actor_id = peer.info["actor_id"]
-        if any(one.rank_of(actor_id) >= 0 for one in self._derived.all()):
+        if any(group.rank_of(actor_id) >= 0 for group in self._derived.all()):
             threads.bounded(self._dissolve_idle)
 
     # ------------------------------------------------------------------------------------------ declared ones
@@ -168,7 +168,7 @@ class Groups(Formation):
     def declare(self, declaration: Declaration) -> Declared:
         """Forms a named group; returns when every member has joined."""
         name, deadline_s = declaration.name, monotonic() + declaration.timeout_s
-        with Deferred(), self._claimed(name, name, deadline_s):
+        with self._claimed(name, name, deadline_s):
             before = self._declared.get(name)
             if before is not None:
                 if not self.coordinators.is_deserted(before[0]):
@@ -182,7 +182,7 @@ class Groups(Formation):
         An error leaves the group as it was, unless members could not join: then it is broken, and may be rebuilt again.
         """
         deadline_s = monotonic() + timeout_s
-        with Deferred(), self._claimed(old.spec.name, old.spec.name, deadline_s):
+        with self._claimed(old.spec.name, old.spec.name, deadline_s):
             declaration = self._declaration(old).over(actors, timeout_s)
             while True:
                 if actors is None:
@@ -192,7 +192,7 @@ class Groups(Formation):
                 try:
                     return self._form_again(old, declaration, deadline_s, drains=False)
                 except ActorGoneError:
-                    if actors is not None or monotonic() > deadline_s:  # else one that answered was about to die
+                    if actors is not None or monotonic() > deadline_s:  # otherwise a member died after its answer
                         raise
 
     def change(self, old: Membership, actors: Sequence[Any], timeout_s: float, new: Mapping[int, Any]) -> Declared:
@@ -201,22 +201,22 @@ class Groups(Formation):
         `new` has by rank the actor in the place of one of `actors` that is dead.
         """
         deadline_s = monotonic() + timeout_s
-        with Deferred(), self._claimed(old.spec.name, old.spec.name, deadline_s):
+        with self._claimed(old.spec.name, old.spec.name, deadline_s):
             actors = [new.get(rank, actor) for rank, actor in enumerate(actors)]
             declaration = self._declaration(old).over(actors, timeout_s)
             dead = [old.members[rank] for rank in new]
             with Allowed():
-                found = living(dead, self._peers)
-            if found:
-                raise InvalidGroupError(group_name=old.spec.name, detail=found)
+                reason = living(dead, self._peers)
+            if reason:
+                raise InvalidGroupError(group_name=old.spec.name, detail=reason)
             return self._form_again(old, declaration, deadline_s, drains=True)
 
     def _declaration(self, membership: Membership) -> Declaration:
         name = membership.spec.name
-        found = self._declared.get(name)
-        if found is None or found[0] is not membership:
+        declared = self._declared.get(name)
+        if declared is None or declared[0] is not membership:
             raise UnknownGroupError(group_name=name, detail="it was destroyed or changed meanwhile: get it again")
-        return found[1]
+        return declared[1]
 
     def _form_again(self, old: Membership, declaration: Declaration, deadline_s: float, *, drains: bool) -> Declared:
         try:
@@ -237,56 +237,58 @@ class Groups(Formation):
             cluster_registry.remove(membership)
 
     def destroy(self, name: Any) -> None:
-        """Ends a declared group; raises UnknownGroupError where there is none of that name."""
+        """Ends a declared group; raises UnknownGroupError if no group has that name."""
         with Deferred():
             with self._lock:
-                found = self._declared.get(name) if isinstance(name, str) else None
-                if found is None:
+                declared = self._declared.get(name) if isinstance(name, str) else None
+                if declared is None:
                     raise self._unknown(name)
-                self._ended.append(found[0])
+                self._ended.append(declared[0])
                 del self._declared[name]
             self._dissolve_ended()
 
     # ------------------------------------------------------------------------------------------ derived ones
 
     def derived(self, actor_ids: tuple[str, ...]) -> Membership | None:
-        """The group of these actors in this order; None where it was not formed before, or is broken."""
-        known = self._derived.find(actor_ids)
-        return None if known is None or known.spec.group_id in self._broken else known
+        """The group of these actors in this order; None if it was not formed before, or is broken."""
+        membership = self._derived.find(actor_ids)
+        return None if membership is None or membership.spec.group_id in self._broken else membership
 
     def derive(self, actor_ids: tuple[str, ...], timeout_s: float) -> Membership:
         """The group of these actors in this order, formed now or before."""
         deadline_s = monotonic() + timeout_s
-        with Deferred(), self._claimed(actor_ids, "", deadline_s):
-            known = self.derived(actor_ids)
-            if known is not None:
-                return known
-            self._ended += self._derived.take(lambda one: one.participants == actor_ids)  # it is broken
+        with self._claimed(actor_ids, "", deadline_s):
+            membership = self.derived(actor_ids)
+            if membership is not None:
+                return membership
+            self._ended += self._derived.take(lambda group: group.participants == actor_ids)  # it is broken
             self._dissolve_ended()
             actors = tuple(ray_actors.actor_handle(actor_id) for actor_id in actor_ids)
             name = f"derived-{secrets.token_hex(3)}"
             declaration = Declaration(name=name, backend="auto", actors=actors, timeout_s=timeout_s)
-            membership, _ = self._form(declaration, deadline_s, lambda one: self._derived.add(one[0]), is_derived=True)
+            membership, _ = self._form(
+                declaration, deadline_s, lambda formed: self._derived.add(formed[0]), is_derived=True
+            )
             if self._broken or self._derived.full(actor_ids):
                 self._dissolve_idle(membership)
             return membership
 
     def _dissolve_idle(self, newest: Membership | None = None) -> None:
-        """Dissolves derived groups that are broken, or more than are kept of the actors of the newest one."""
+        """Dissolves derived groups that are broken, and surplus ones of the actors of the newest group."""
         with self._plans.none_begins() as under_way:
-            busy = {*self.held, *(one.spec.group_id for one in under_way)}
-            self._ended += self._derived.take(lambda one: one.spec.group_id in self._broken.keys() - busy)
+            busy = {*self.held, *(group.spec.group_id for group in under_way)}
+            self._ended += self._derived.take(lambda group: group.spec.group_id in self._broken.keys() - busy)
             if newest is not None:
-                self._ended += self._derived.take_surplus(newest, lambda one: one.spec.group_id not in busy)
+                self._ended += self._derived.take_surplus(newest, lambda group: group.spec.group_id not in busy)
         self._dissolve_ended()
 
     # ------------------------------------------------------------------------------------------ their beginning and end
 
     @contextmanager
     def _claimed(self, key: str | tuple[str, ...], name: str, deadline_s: float) -> Iterator[None]:
-        """Keeps other threads from forming, changing or declaring a group; waits for one that does."""
+        """Keeps other threads from forming or changing a group; waits for one that does. Defers signals."""
         try:
-            with self._claims.claim(key, deadline_s):
+            with Deferred(), self._claims.claim(key, deadline_s):
                 self._dissolve_ended(name, deadline_s)
                 yield
         except ClaimedError as exc:

@@ -1,4 +1,4 @@
-"""What refs hold, as their handles say it, for a driver that has to know before it plans."""
+"""Reads the handles of refs, for a driver that has to know the tensors before it plans."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raycollect.pos.handle import Handle
 from raycollect.ray_bridge import direct_transport
 
 Place = TypeVar("Place")
-"""What a caller calls a ref."""
+"""A caller's name for a ref."""
 
 
 def values_of(refs: Mapping[Place, Any], timeout_s: float) -> tuple[dict[Place, Any], list[Place]]:
@@ -45,7 +45,7 @@ def _is_stale(ref: Any) -> bool:
 def late_error(
     op: str, group_name: str, count: int, ranks: tuple[int, ...], timeout_s: float
 ) -> CollectiveTimeoutError:
-    """Says that methods are late."""
+    """The error for methods that are late."""
     return CollectiveTimeoutError(
         op=op,
         group_name=group_name,
@@ -56,7 +56,7 @@ def late_error(
 
 
 def without_tensors(value: Any, rank: int) -> Violation:
-    """Says that a ref holds no tensors."""
+    """The violation of a ref that holds no tensors."""
     kind, what, expected = absence(value)
     return Violation(kind=kind, rank=rank, field="operand", found=what, expected=expected)
 
@@ -64,7 +64,7 @@ def without_tensors(value: Any, rank: int) -> Violation:
 def handles_of(
     refs: Mapping[int, Any], timeout_s: float, op: str, group_name: str
 ) -> tuple[dict[int, Handle], list[Violation]]:
-    """The handles of refs, by rank, and what is wrong with those that have none.
+    """The handles of refs, by rank, and the violations of refs without one.
 
     Raises:
         CollectiveTimeoutError: Their methods have not returned in time.

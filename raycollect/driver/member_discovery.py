@@ -1,4 +1,4 @@
-"""Finds out who the actors of a declaration are: asks each by an actor task, and waits for those that Ray restarts."""
+"""Has the actors of a declaration describe themselves, by actor tasks; waits for actors that Ray restarts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raycollect.group.membership import is_participant
 from raycollect.member import participant
 from raycollect.ray_bridge import direct_transport, ray_actors, ray_session
 
-_RETRY_S = 0.1  # after which an actor that Ray restarts is asked again
+_RETRY_S = 0.1  # how long to wait before an actor that Ray restarts is asked again, in seconds
 OF_ANOTHER_RAY = "the actors are of a Ray that was shut down"
 _PENDING = "still waiting to be made (`ray status` tells what resources there are)"
 _BUSY = "still busy with a method, or being made"
@@ -30,7 +30,7 @@ class _StrangerError(RayActorError):
 
 
 def check(declaration: Declaration) -> None:
-    """Refuses what can be refused before any actor is asked."""
+    """Raises the errors that need no answer of an actor."""
     if not ray_session.is_started():
         raise ActorGoneError(op="declare", group_name=declaration.name, detail=OF_ANOTHER_RAY)
     me = ray_actors.current_actor_id()
@@ -42,7 +42,7 @@ def check(declaration: Declaration) -> None:
 
 
 def describe(declaration: Declaration, deadline_s: float) -> list[dict[str, Any]]:
-    """What every member says of itself."""
+    """The description of every member."""
     infos = []
     for rank, info in enumerate(_described(declaration, deadline_s)):
         if isinstance(info, RayActorError):
@@ -58,9 +58,9 @@ def gpus(declaration: Declaration, members: Sequence[Member], deadline_s: float)
     if len(members) < 2 or not all("GPU" in dict(member.accelerators) for member in members):
         return []
     answers = _ask(declaration, deadline_s, lambda actor: actor.__ray_call__.remote(participant.gpu))
-    found = {ray_actors.id_of(actor): answer for actor, answer in zip(declaration.actors, answers, strict=True)}
-    told = [found[member.actor_id] for member in members]
-    return [None if isinstance(one, RayActorError) else one for one in told]
+    by_actor = {ray_actors.id_of(actor): answer for actor, answer in zip(declaration.actors, answers, strict=True)}
+    by_rank = [by_actor[member.actor_id] for member in members]
+    return [None if isinstance(answer, RayActorError) else answer for answer in by_rank]
 
 
 def who_answers(declaration: Declaration, deadline_s: float) -> list[Any]:
@@ -80,7 +80,7 @@ def _described(declaration: Declaration, deadline_s: float) -> list[dict[str, An
 
 def _ask(declaration: Declaration, deadline_s: float, question: Callable[[Any], Any]) -> list[Any]:
     answers, late = list[Any](), list[int]()
-    refs = [_asked(question, actor) for actor in declaration.actors]
+    refs = [_submit(question, actor) for actor in declaration.actors]
     for rank, (ref, actor) in enumerate(zip(refs, declaration.actors, strict=True)):
         try:
             answers.append(_answer(ref, actor, deadline_s, question))
@@ -90,14 +90,14 @@ def _ask(declaration: Declaration, deadline_s: float, question: Callable[[Any], 
         raise CollectiveTimeoutError(
             op="declare",
             group_name=declaration.name,
-            detail=f"after {declaration.timeout_s:g} s {_told(declaration.actors, late)}",
+            detail=f"after {declaration.timeout_s:g} s {_reasons(declaration.actors, late)}",
             missing=tuple(late),
             timeout_s=declaration.timeout_s,
         )
     return answers
 
 
-def _asked(question: Callable[[Any], Any], actor: Any) -> Any:
+def _submit(question: Callable[[Any], Any], actor: Any) -> Any:
     try:
         return question(actor)
     except Exception as exc:
@@ -106,12 +106,12 @@ def _asked(question: Callable[[Any], Any], actor: Any) -> Any:
         raise
 
 
-def _told(actors: Sequence[Any], late: Sequence[int]) -> str:
-    found: dict[str, list[str]] = {}
+def _reasons(actors: Sequence[Any], late: Sequence[int]) -> str:
+    by_reason: dict[str, list[str]] = {}
     for rank in late:
         what = _PENDING if ray_actors.is_pending(actors[rank]) else _BUSY
-        found.setdefault(what, []).append(f"rank {rank} ({ray_actors.describe_actor(actors[rank])})")
-    return "; ".join(f"{what}: {listed(names)}" for what, names in found.items())
+        by_reason.setdefault(what, []).append(f"rank {rank} ({ray_actors.describe_actor(actors[rank])})")
+    return "; ".join(f"{what}: {listed(names)}" for what, names in by_reason.items())
 
 
 def _who(actor: Any) -> Any:
@@ -123,7 +123,7 @@ def _who(actor: Any) -> Any:
 
 
 def _answer(ref: Any, actor: Any, deadline_s: float, question: Callable[[Any], Any]) -> Any:
-    """An actor's answer, or Ray's error. It is asked again once dead: Ray may not have known yet, or restart it."""
+    """An actor's answer, or Ray's error. A dead actor is asked once more: Ray may restart it."""
     was_lost = False
     while not isinstance(ref, _StrangerError):
         try:
@@ -136,7 +136,7 @@ def _answer(ref: Any, actor: Any, deadline_s: float, question: Callable[[Any], A
             if was_lost:
                 return exc.with_traceback(None)
             was_lost = True
-        ref = _asked(question, actor)
+        ref = _submit(question, actor)
     return ref
 
 

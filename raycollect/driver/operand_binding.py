@@ -22,30 +22,30 @@ from raycollect.ray_bridge import direct_transport, ray_actors, ray_refs, ray_se
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """A ref and what its id says."""
+    """A ref, and its key and actor."""
 
     ref: Any
     key: Key | None
     actor_id: str
-    given: Any = None  # the driver's own tensors, which results name in the place of the ref
+    given: Any = None  # the driver's own tensors, which results have in place of the ref
 
 
 _NEARLY: dict[type, str] = {
     ray.actor.ActorHandle: "an actor handle",
     ray.actor.ActorMethod: "a method that was not called (call it as actor.method.remote())",
 }
-"""What is easily taken for a ref -> in words."""
+"""Types that users mistake for refs -> their names in messages."""
 
 
 class TaskWait(NamedTuple):
-    """How long a call waits for the tasks that make its refs, and what its error says."""
+    """How long a call waits for the tasks that make its refs, and the fields of its error."""
 
     op: str
     group_name: str
     deadline: Deadline
 
     def value(self, ref: Any) -> Any:
-        """What a ref of `ray.put` or of a task stands for; CollectiveTimeoutError: the task has not ended in time."""
+        """The value of a ref of `ray.put` or of a task; CollectiveTimeoutError: the task has not ended in time."""
         try:
             return direct_transport.get(ref, self.deadline.left_s())
         except GetTimeoutError:
@@ -86,25 +86,25 @@ def operand(ref: Any, position: int, wait: TaskWait) -> Operand | Violation:
 
 
 def ensure_ray(op: str, refs: Any) -> None:
-    """Starts Ray if need be; TensorLostError: there is a ref, so the Ray that made it was shut down."""
+    """Starts Ray if it does not run; TensorLostError: a ref is given, so its Ray was shut down."""
     if not ray_session.is_started():
-        for one in refs if isinstance(refs, (list, tuple)) else [refs]:
-            if isinstance(one, (list, tuple)):
-                ensure_ray(op, one)
-            elif isinstance(one := plain(one), (ray.ObjectRef, Handle)):
-                raise refusal(op, "", (stale((one.key if isinstance(one, Handle) else one).hex()),))
+        for ref in refs if isinstance(refs, (list, tuple)) else [refs]:
+            if isinstance(ref, (list, tuple)):
+                ensure_ray(op, ref)
+            elif isinstance(ref := plain(ref), (ray.ObjectRef, Handle)):
+                raise refusal(op, "", (stale((ref.key if isinstance(ref, Handle) else ref).hex()),))
     ray_session.ensure_ray()
 
 
 def stale(ref: str, position: int = -1) -> Violation:
     """The violation of a ref, or handle, that is used while no Ray runs; `ref` is in hexadecimal."""
-    found, expected = "of a Ray that was shut down", "a ref of the Ray that runs"
-    return Violation(kind="lost", rank=position, field="ref", found=found, expected=expected, ref=ref)
+    actual, expected = "of a Ray that was shut down", "a ref of the Ray that runs"
+    return Violation(kind="lost", rank=position, field="ref", found=actual, expected=expected, ref=ref)
 
 
-def _foreign(position: int, found: str, ref: str) -> Violation:
+def _foreign(position: int, actual: str, ref: str) -> Violation:
     expected = "an ObjectRef that a method of a participant returned"
-    return Violation(kind="foreign", rank=position, field="ref", found=found, expected=expected, ref=ref)
+    return Violation(kind="foreign", rank=position, field="ref", found=actual, expected=expected, ref=ref)
 
 
 def bind(
@@ -112,73 +112,72 @@ def bind(
 ) -> dict[int, Operand] | list[Violation]:
     """Gives each operand its rank."""
     ranked: dict[int, Operand] = {}
-    found: list[Violation] = []
-    for one in operands:
-        rank = membership.rank_of(one.actor_id)
+    violations: list[Violation] = []
+    for operand in operands:
+        rank = membership.rank_of(operand.actor_id)
         if rank < 0:
-            found.append(_outsider(one, membership))
+            violations.append(_outsider(operand, membership))
         elif not membership.members[rank].participant:
-            found.append(_no_participant(one, rank, membership.members[rank].actor))
+            violations.append(_no_participant(operand, rank, membership.members[rank].actor))
         elif rank in ranked:
-            found.append(_second_ref(one, rank, membership.members[rank].actor))
+            violations.append(_second_ref(operand, rank, membership.members[rank].actor))
         else:
-            ranked[rank] = one
-    if whole and not found:
-        found = [
+            ranked[rank] = operand
+    if whole and not violations:
+        violations = [
             Violation(
-                kind="missing", rank=one.rank, field="operand", found="missing", expected="one ref", actor=one.actor
+                kind="missing", rank=rank, field="operand", found="missing", expected="one ref", actor=member.actor
             )
-            for one in membership.members
-            if one.rank not in ranked
+            for rank, member in enumerate(membership.members)
+            if rank not in ranked
         ]
-    return found or ranked
+    return violations or ranked
 
 
 def repeated(operands: Sequence[Operand]) -> list[Violation]:
     """Violations of operands whose actor has one already, for groups whose ranks are positions."""
-    ids = [one.actor_id for one in operands]
-    return [_second_ref(one, rank) for rank, one in enumerate(operands) if one.actor_id in ids[:rank]]
+    ids = [operand.actor_id for operand in operands]
+    return [_second_ref(operand, rank) for rank, operand in enumerate(operands) if operand.actor_id in ids[:rank]]
 
 
-def _second_ref(one: Operand, rank: int, actor: str = "") -> Violation:
-    found = "a second ref of the same actor"
+def _second_ref(operand: Operand, rank: int, actor: str = "") -> Violation:
+    actual = "a second ref of the same actor"
     return Violation(
-        kind="duplicate", rank=rank, field="ref", found=found, expected="one per actor", actor=actor, ref=_hex(one)
+        kind="duplicate", rank=rank, field="ref", found=actual, expected="one per actor", actor=actor, ref=_hex(operand)
     )
 
 
-def _outsider(one: Operand, membership: Membership) -> Violation:
-    stranger = strangers([one])
+def _outsider(operand: Operand, membership: Membership) -> Violation:
+    stranger = strangers([operand])
     if stranger:
         return replace(stranger[0], rank=-1)  # it has no rank in this group
-    actor = ray_actors.describe_actor(ray_actors.actor_handle(one.actor_id))
+    actor = ray_actors.describe_actor(ray_actors.actor_handle(operand.actor_id))
     expected = f"one of {listed(member.actor for member in membership.members)}"
-    return Violation(kind="not_member", field="actor", found=actor, expected=expected, ref=_hex(one))
+    return Violation(kind="not_member", field="actor", found=actor, expected=expected, ref=_hex(operand))
 
 
 def strangers(operands: Sequence[Operand]) -> list[Violation]:
     """Violations of operands whose actors can't take part in any plan: no mixin, or unknown to this process."""
-    found = []
-    for position, one in enumerate(operands):
-        handle = ray_actors.actor_handle(one.actor_id)
+    violations = []
+    for position, operand in enumerate(operands):
+        handle = ray_actors.actor_handle(operand.actor_id)
         if handle is None:
-            what = f"{one.actor_id[:6]}, of which this process has no handle (is it of a Ray that was shut down?)"
-            found.append(
-                Violation(
-                    kind="not_member", rank=position, field="actor", found=what, expected="a participant", ref=_hex(one)
-                )
+            what = f"{operand.actor_id[:6]}, of which this process has no handle (is it of a Ray that was shut down?)"
+            expected, ref = "a participant", _hex(operand)
+            violations.append(
+                Violation(kind="not_member", rank=position, field="actor", found=what, expected=expected, ref=ref)
             )
         elif not is_participant(handle):
-            found.append(_no_participant(one, position, ray_actors.describe_actor(handle)))
-    return found
+            violations.append(_no_participant(operand, position, ray_actors.describe_actor(handle)))
+    return violations
 
 
-def _no_participant(one: Operand, rank: int, actor: str) -> Violation:
-    found = f"{actor}, without the mixin"
+def _no_participant(operand: Operand, rank: int, actor: str) -> Violation:
+    actual = f"{actor}, without the mixin"
     return Violation(
-        kind="not_participant", rank=rank, field="actor", found=found, expected="a participant", ref=_hex(one)
+        kind="not_participant", rank=rank, field="actor", found=actual, expected="a participant", ref=_hex(operand)
     )
 
 
-def _hex(one: Operand) -> str:
-    return one.key.hex() if one.key else ""
+def _hex(operand: Operand) -> str:
+    return operand.key.hex() if operand.key else ""

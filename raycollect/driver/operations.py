@@ -1,15 +1,15 @@
-"""The driver's operations: the whole collective stated once, over ObjectRefs.
+"""The driver's operations: one call runs a collective on all ranks, over ObjectRefs.
 
 All of them may be called by the driver, or by an actor or task that drives participants other than itself; from any
 thread. Without ``async_op`` a call returns when the collective is done on every rank. In a ``with batch():`` block
-(`raycollect.batch`) it returns at once, and is sent with all others of the block when that ends.
+(`raycollect.batch`) it returns at once, and is sent with the block's other calls when the block ends.
 
-In a declared group an actor's rank counts, whatever the order of a list; where the group is derived, the position in
-the list of tensors. A ref stands for a tensor, or for a list, tuple or dict of tensors. A *tensor list* is one ref to a
-list or tuple with one such value per rank, whose sizes may differ, or to one contiguous tensor, which is cut into equal
-pieces. In a list of outputs an actor handle has the output made there; None in its place has all of them made. What an
-earlier call of the same batch makes (`raycollect.Pending`) may stand wherever a ref may. Type checkers see refs, in a
-batch as well, where results are `Pending`.
+In a declared group, the order of a list does not matter: each ref belongs to its actor's rank. In a derived group, the
+ranks are the positions in the list of tensors. A ref stands for a tensor, or for a list, tuple or dict of tensors. A
+*tensor list* is one ref to a list or tuple with one such value per rank, whose sizes may differ, or to one contiguous
+tensor, which is cut into equal pieces. In a list of outputs, an actor handle allocates the output on that actor; None
+in place of the list allocates all outputs. An output of an earlier call of the same batch (`raycollect.Pending`) is
+allowed wherever a ref is. Type checkers see refs, also in a batch, where results are `Pending`.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ def allreduce_refs(
 
     Args:
         tensor_refs: One ref per rank, each to an array (or a list, tuple or dict of arrays) of one shape and dtype. In
-            a declared group an actor's rank counts, whatever the order of the list; otherwise the position.
+            a declared group, each ref belongs to its actor's rank; otherwise the position is the rank.
         group_name: A declared group; ``"default"`` is derived from the refs where it was not declared.
         op: SUM, PRODUCT, MIN, MAX (not of complex numbers), AVG (not of integers), or BAND, BOR, BXOR (of integers and
             bool). SUM of bool is a logical or, PRODUCT a logical and.
         inplace: True: the tensors themselves hold the result afterwards. False: new tensors do.
-        snapshot: True, in place: no tensor is overwritten before all ranks have the result, so that either all hold it
-            afterwards, or, if the collective fails, all hold what they had (`Work.retry`). It takes as much memory
-            again, and a message to the driver and back. Not in batches and captured steps.
+        snapshot: True, in place: no tensor is overwritten before all ranks have the result. Afterwards either all hold
+            it, or, if the collective fails, all are unchanged (`Work.retry`). It takes as much memory again, and a
+            message to the driver and back. Not in batches and captured steps.
         async_op: True: returns a `Work` at once.
-        timeout_s: How long the call may take in all, in seconds; by default ranks wait for each other alone, as long as
-            the group was declared with, or 60 s.
+        timeout_s: The limit of the whole call, in seconds. By default only the wait of ranks for each other is limited,
+            to the group's time limit, or 60 s.
 
     Returns:
         The result refs in rank order: the given ones in place, new ones otherwise; or a `Work` of them.
@@ -99,10 +99,10 @@ def reduce_refs(
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> ObjectRef[Any] | Work:
-    """Reduces tensors elementwise over all ranks and gives one rank the result; the others' tensors stay as they are.
+    """Reduces tensors elementwise over all ranks and gives one rank the result; the other tensors stay unchanged.
 
-    As `allreduce_refs`, but only for `dst_rank`: its tensor holds the result, or with ``inplace=False`` a new one does.
-    Returns the ref of the result; or a `Work` of it.
+    The tensor of `dst_rank` holds the result, or with ``inplace=False`` a new one does. See `allreduce_refs` for the
+    other arguments and errors. Returns the ref of the result; or a `Work` of it.
     """
     options: dict[str, Any] = {"op": op, "inplace": inplace, "snapshot": snapshot, "async_op": async_op}
     return run(OpKind.REDUCE, group_name, timeout_s, root=dst_rank, **options, tensor_refs=tensor_refs)
@@ -129,8 +129,8 @@ def broadcast_refs(
 
     `tensor_refs` are one per rank, all of one shape and dtype. With `source`, which is a tensor (or a list, tuple or
     dict of them) of this process, or a ref of `ray.put` or of a task to one, all tensors are overwritten with that:
-    `src_rank` takes it in, and gives it to the others as in a scatter. What is not said here is as in `allreduce_refs`,
-    errors too. Returns the given refs in rank order; or a `Work` of them.
+    `src_rank` takes it in, and sends it to the others as in a scatter. See `allreduce_refs` for the other arguments and
+    errors. Returns the given refs in rank order; or a `Work` of them.
     """
     if source is not None:
         wait = task_wait(OpKind.BROADCAST.value, group_name, timeout_s)
@@ -161,8 +161,8 @@ def allgather_refs(
     """Gives every rank the tensors of all ranks.
 
     `tensor_refs` are one per rank, of one dtype; sizes may differ. `tensor_list_refs` are one tensor list per rank, to
-    be overwritten; None: lists are made. What is not said here is as in `allreduce_refs`, errors too. Returns the refs
-    of the outputs in rank order; or a `Work` of them.
+    be overwritten; None allocates them. See `allreduce_refs` for the other arguments and errors. Returns the refs of
+    the outputs in rank order; or a `Work` of them.
     """
     lists: dict[str, Any] = {"tensor_refs": tensor_refs, "tensor_list_refs": tensor_list_refs}
     return run(OpKind.ALLGATHER, group_name, timeout_s, async_op=async_op, **lists)
@@ -188,9 +188,10 @@ def reducescatter_refs(
 ) -> list[ObjectRef[Any]] | Work:
     """Reduces the pieces for each rank over all ranks and gives them to that rank.
 
-    `tensor_list_refs` are one tensor list per rank: what it brings for each rank. Pieces for one rank are of one size.
-    `tensor_refs` are one per rank, to be overwritten by the rank's reduced piece; None: tensors are made. What is not
-    said here is as in `allreduce_refs`, errors too. Returns the refs of the outputs in rank order; or a `Work` of them.
+    `tensor_list_refs` are one tensor list per rank: its pieces for each rank. Pieces for one rank are of one size.
+    `tensor_refs` are one per rank, to be overwritten by the rank's reduced piece; None allocates them. See
+    `allreduce_refs` for the other arguments and errors. Returns the refs of the outputs in rank order; or a `Work` of
+    them.
     """
     lists: dict[str, Any] = {"tensor_refs": tensor_refs, "tensor_list_refs": tensor_list_refs}
     return run(OpKind.REDUCESCATTER, group_name, timeout_s, op=op, async_op=async_op, **lists)
@@ -216,8 +217,8 @@ def gather_refs(
     """Gives `dst_rank` the tensors of all ranks.
 
     `tensor_refs` are one per rank, of one dtype; sizes may differ. `tensor_list_ref` is a tensor list of `dst_rank`, to
-    be overwritten; None: a list is made there. What is not said here is as in `allreduce_refs`, errors too. Returns the
-    ref of the list; or a `Work` of it.
+    be overwritten; None allocates it. See `allreduce_refs` for the other arguments and errors. Returns the ref of the
+    list; or a `Work` of it.
     """
     refs = {"tensor_refs": tensor_refs, "tensor_list_ref": tensor_list_ref}
     return run(OpKind.GATHER, group_name, timeout_s, root=dst_rank, async_op=async_op, **refs)
@@ -244,9 +245,9 @@ def scatter_refs(
     """Gives each rank its piece of the tensor list of `src_rank`.
 
     `tensor_list_ref` is that list; sizes may differ. It may also be a tensor list of this process, or a ref of
-    `ray.put` or of a task to one, which `src_rank` takes in. `tensor_refs` are one per rank, to be overwritten; None,
-    in a declared group: tensors are made. What is not said here is as in `allreduce_refs`, errors too. Returns the refs
-    of the outputs in rank order; or a `Work` of them.
+    `ray.put` or of a task to one, which `src_rank` takes in. `tensor_refs` are one per rank, to be overwritten; in a
+    declared group, None allocates them. See `allreduce_refs` for the other arguments and errors. Returns the refs of
+    the outputs in rank order; or a `Work` of them.
     """
     wait = task_wait(OpKind.SCATTER.value, group_name, timeout_s)
     if own_tensors.is_own(tensor_list_ref, wait):
@@ -276,8 +277,9 @@ def alltoall_refs(
     """Gives each rank a piece of every rank: piece j of rank i's input becomes piece i of rank j's output.
 
     `tensor_list_in_refs` are one tensor list per rank, all of one dtype; sizes may differ. `tensor_list_out_refs` are
-    one per rank, to be overwritten, which may be the rank's input where sizes allow; None: lists are made. What is not
-    said here is as in `allreduce_refs`, errors too. Returns the refs of the outputs in rank order; or a `Work` of them.
+    one per rank, to be overwritten, which may be the rank's input if sizes allow; None allocates them. See
+    `allreduce_refs` for the other arguments and errors. Returns the refs of the outputs in rank order; or a `Work` of
+    them.
     """
     lists: dict[str, Any] = {"tensor_list_in_refs": tensor_list_in_refs, "tensor_list_out_refs": tensor_list_out_refs}
     return run(OpKind.ALLTOALL, group_name, timeout_s, async_op=async_op, **lists)
@@ -302,7 +304,7 @@ def scan_refs(
 ) -> Any:
     """Gives every rank the reduction of the tensors of ranks 0 to its own, as MPI_Scan.
 
-    What is not said here is as in `allreduce_refs`, errors too.
+    See `allreduce_refs` for the arguments, the result and errors.
     """
     options: dict[str, Any] = {"op": op, "inplace": inplace, "async_op": async_op}
     return run(OpKind.SCAN, group_name, timeout_s, **options, tensor_refs=tensor_refs)
@@ -327,8 +329,8 @@ def exscan_refs(
 ) -> Any:
     """Gives every rank the reduction of the tensors of the ranks before it, as MPI_Exscan.
 
-    The result of rank 0, which MPI leaves undefined, is what it gives. What is not said here is as in `allreduce_refs`,
-    errors too.
+    The result of rank 0, which MPI leaves undefined, is its input. See `allreduce_refs` for the arguments, the result
+    and errors.
     """
     options: dict[str, Any] = {"op": op, "inplace": inplace, "async_op": async_op}
     return run(OpKind.EXSCAN, group_name, timeout_s, **options, tensor_refs=tensor_refs)
@@ -350,10 +352,10 @@ def send_ref(
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> ObjectRef[Any] | Work:
-    """Sends a tensor from the participant that holds it to another one; this one call does both halves.
+    """Sends a tensor from the participant that holds it to another one; one call is both send and receive.
 
-    `dst_tensor_ref` is the tensor to overwrite, of the same shape and dtype; or an actor handle: the tensor is made
-    there. The group has to hold both. What is not said here is as in `allreduce_refs`, errors too. Returns the
+    `dst_tensor_ref` is the tensor to overwrite, of the same shape and dtype; or an actor handle, to allocate it there.
+    Both actors have to be in the group. See `allreduce_refs` for the other arguments and errors. Returns the
     destination's ref; or a `Work` of it.
     """
     refs = [src_tensor_ref, dst_tensor_ref]
@@ -376,7 +378,7 @@ def recv_ref(
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> ObjectRef[Any] | Work:
-    """`send_ref`, said from the receiver's side: the same one call does both halves."""
+    """`send_ref` with its first two arguments exchanged: one call is both send and receive."""
     refs = [src_tensor_ref, dst_tensor_ref]
     return run(OpKind.SEND, group_name, timeout_s, async_op=async_op, refs=refs)
 
@@ -391,7 +393,7 @@ def barrier(group_name: GroupLike = ..., *, async_op: Literal[True],
 def barrier(
     group_name: GroupLike = "default", *, async_op: bool = False, timeout_s: float | None = None
 ) -> Work | MemberWork | None:
-    """Brings all ranks of a group together: on the driver each has ended what was submitted to it before.
+    """Synchronizes all ranks of a group: on the driver, each rank has ended its earlier methods and collectives.
 
     Inside a member, with the mixin or without, it is an imperative call, which every member makes. Arguments and errors
     are as in `allreduce_refs`. Returns None; or a `Work` (inside a member: a `MemberWork`).

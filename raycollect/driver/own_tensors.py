@@ -25,14 +25,14 @@ from raycollect.ray_bridge import ray_actors, ray_refs
 from raycollect.ray_bridge.driver_handle import is_handle
 
 MOST_LOOKED_AT_NBYTES = 100 << 10
-"""The most that Ray sends to the owner of a ref anyway, beside any object store."""
+"""The largest value that Ray sends to the owner of a ref outside the object store."""
 
 
 def is_own(value: Any, wait: TaskWait) -> bool:
     """Whether a value, or that of a ref, is tensors that no participant holds; waits for the task that makes it.
 
-    A large value is not looked at, as it would have to come here for that: it is no handle, and the participant that
-    takes it in finds out whether it is tensors.
+    A large value is not fetched to look at it: it is no handle, and the participant that
+    takes it in checks whether it is tensors.
     """
     if isinstance(value, Pending) or is_handle(value):
         return False
@@ -89,27 +89,32 @@ def sources_on(targets: Any, sources: Any, driver_rank: DriverRank | None, wait:
     Where this process is a rank, as `driver_rank`, its own tensors stay: it gives them.
     """
     if not isinstance(sources, (list, tuple)) or not isinstance(targets, (list, tuple)):
-        return sources  # the call says what is wrong with them
+        return sources  # the call refuses them
     mine = "" if driver_rank is None else driver_rank.actor_id
     own = [
-        at for at, one in enumerate(sources) if is_own(one, wait) and not (mine and not isinstance(one, ray.ObjectRef))
+        at
+        for at, source in enumerate(sources)
+        if is_own(source, wait) and (not mine or isinstance(source, ray.ObjectRef))
     ]
     if not own:
         return sources
-    taken = {actor_id for at, one in enumerate(sources) if at not in own and (actor_id := _actor_of(one, wait))}
-    free = [actor_id for one in targets if (actor_id := _actor_of(one, wait)) and actor_id not in taken]
-    free.sort(key=lambda one: one == mine)  # values come here only where they have to
+    taken = {actor_id for at, source in enumerate(sources) if at not in own and (actor_id := _actor_of(source, wait))}
+    free = [actor_id for target in targets if (actor_id := _actor_of(target, wait)) and actor_id not in taken]
+    free.sort(key=lambda actor_id: actor_id == mine)  # the driver is the last choice
     if len(free) < len(own):
-        found, expected = f"{len(own)} tensors of this process", f"at most one for each target's actor: {len(free)}"
-        raise refusal("reshard", "", (Violation(kind="argument", field="src_refs", found=found, expected=expected),))
-    found_on = dict(zip(own, free, strict=False))
-    takers = [Operand(ref=None, key=None, actor_id=one) for one in found_on.values() if one != mine]
+        actual, expected = f"{len(own)} tensors of this process", f"at most one for each target's actor: {len(free)}"
+        raise refusal("reshard", "", (Violation(kind="argument", field="src_refs", found=actual, expected=expected),))
+    taker = dict(zip(own, free, strict=False))
+    takers = [Operand(ref=None, key=None, actor_id=actor_id) for actor_id in taker.values() if actor_id != mine]
     if wrong := operand_binding.strangers(takers):
-        raise refusal("reshard", "", tuple(replace(one, rank=-1) for one in wrong))
-    return [
-        one if at not in found_on else wait.value(one) if found_on[at] == mine else taken_in(one, found_on[at]).ref
-        for at, one in enumerate(sources)
-    ]
+        raise refusal("reshard", "", tuple(replace(violation, rank=-1) for violation in wrong))
+
+    def operand(at: int, source: Any) -> Any:
+        if at not in taker:
+            return source
+        return wait.value(source) if taker[at] == mine else taken_in(source, taker[at]).ref
+
+    return [operand(at, source) for at, source in enumerate(sources)]
 
 
 def _actor_of(target: Any, wait: TaskWait) -> str:

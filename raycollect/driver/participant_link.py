@@ -47,16 +47,16 @@ from raycollect.member import participant
 from raycollect.pos import fetch
 from raycollect.ray_bridge import direct_transport
 from raycollect.ray_bridge.call_tokens import CallTokens
-from raycollect.ray_bridge.submitted_calls import NOTHING, SubmittedCalls
+from raycollect.ray_bridge.submitted_calls import NOTHING, SubmittedCalls, expect_retries
 
 _ANSWERS = Surveyed, Seen, Measured, Ticked, Unable
 
 MOST_COLLECTED_NBYTES = 128 << 20  # more than the largest ring of a participant takes
-MOST_METHODS = 1024  # of an actor that are lent tokens; the others make their own
+MOST_METHODS = 1024  # how many methods of an actor are lent tokens; the others make their own
 
 
 class LinkOwner(Protocol):
-    """Hears what participants say, and of the ends of their connections; all but `parted` on the hub's thread."""
+    """Receives messages of participants, and the ends of their connections; all but `parted` on the hub's thread."""
 
     def received(self, peer: ParticipantLink, message: Any) -> None:
         """A message of a participant."""
@@ -65,7 +65,7 @@ class LinkOwner(Protocol):
         """A participant's connection has ended."""
 
     def parted(self, peer: ParticipantLink) -> None:
-        """A participant was given back by the calling thread: it aborts what it runs, without a report."""
+        """The calling thread has ended a participant's lease: the participant aborts its plans, without a report."""
 
 
 class ParticipantLink:
@@ -74,7 +74,7 @@ class ParticipantLink:
     Attributes:
         is_here: Whether it is this process.
         is_lost: Whether its connection has ended.
-        has_mailbox: Whether it takes letters from the controller's mailbox; None: it has not answered.
+        has_mailbox: Whether it takes letters from the controller's mailbox; None: it has not answered yet.
     """
 
     is_here: ClassVar[bool] = False
@@ -92,6 +92,7 @@ class ParticipantLink:
         self.actor: Any = actor
         self.calls: SubmittedCalls | None = calls  # None: plans in program order have to be actor tasks
         if calls is not None:
+            expect_retries(info["actor_id"])
             with calls.lock:  # another process may have been leased before, whose calls Ray may run here again
                 calls.last, calls.before = None, None
         self._controller_id = controller_id
@@ -103,14 +104,25 @@ class ParticipantLink:
         self._answer: RaycollectError | None = None
         self.has_mailbox: bool | None = None
         self._answered = threading.Event()
-        self._submits: dict[int, Any] = {}
+        self._tasks: dict[tuple[str, int], Any] = {}
         self._requests = itertools.count(1)
-        self._asked: dict[int, Future[Any]] = {}
+        self._questions: dict[int, Future[Any]] = {}
         self._collected: dict[int, bytearray] = {}  # the parts so far of long answers
         self.is_lost: bool = False
         self._tokens: CallTokens | None = None  # lent to the calls of its methods (P5)
         self._keeping: set[str] = set()  # its methods that have returned tensors
         self._run = () if info["participant"] else (participant.run_program,)
+
+    def task(self, name: str, returns: int) -> Any:
+        """A method of the actor, to be submitted as a task of the package."""
+        method = self._tasks.get((name, returns))
+        if method is None:
+            # Not retried: a second run would work on data that the first has changed. No task events: they cost 3 % of
+            # a small plan, and the recorder knows more of it than Ray's dashboard could.
+            method = getattr(self.actor, name)
+            method = method.options(num_returns=returns, max_task_retries=0, enable_task_events=False)
+            self._tasks[name, returns] = method
+        return method
 
     def submit(self, payload: bytes, outputs: int, behind: Sequence[Any] = ()) -> list[Any]:
         """Submits a program as one actor task, which Ray begins once the refs in `behind` have values.
@@ -118,14 +130,8 @@ class ParticipantLink:
         Returns:
             The refs of its outputs.
         """
-        method = self._submits.get(outputs)
-        if method is None:
-            # Not retried: a second run would work on data that the first has changed. No task events: they cost 3 % of
-            # a small plan, and the recorder knows more of it than Ray's dashboard could.
-            method = self.actor.__ray_call__ if self._run else self.actor._raycollect_run
-            method = method.options(num_returns=outputs, max_task_retries=0, enable_task_events=False)
-            self._submits[outputs] = method
         calls = self.calls
+        method = self.task("__ray_call__" if self._run else "_raycollect_run", outputs)
         if calls is None:
             refs = method.remote(*self._run, payload, *behind)
         else:
@@ -135,8 +141,8 @@ class ParticipantLink:
         return [] if refs is None else refs if isinstance(refs, list) else [refs]
 
     def submit_behind(self, payload: bytes, outputs: int, behind: Sequence[Any]) -> list[Any]:
-        """`submit`; if one of `behind` fails for good, Ray never begins the task, and the program comes by `order`."""
-        made = self.submit(payload, outputs, behind)
+        """`submit`; if one of `behind` fails for good, Ray never begins the task, and `order` sends the program."""
+        refs = self.submit(payload, outputs, behind)
         waiting = [Order(payload=payload, in_order=False, after=NOTHING)]
 
         def settled(value: Any) -> None:
@@ -146,9 +152,9 @@ class ParticipantLink:
                 ):  # another one has failed before; the participant is gone
                     self.order(waiting.pop())
 
-        for one in behind:
-            direct_transport.on_completed(one, settled)
-        return made
+        for operand in behind:
+            direct_transport.on_completed(operand, settled)
+        return refs
 
     def submit_in_order(self, payload: bytes, tracker: PlanTracker, position: int, letters: Letters | None) -> None:
         """Sends a program without outputs, to run where an actor task would, or as an actor task.
@@ -171,17 +177,13 @@ class ParticipantLink:
             self.order(Order(payload=payload, in_order=True, after=calls.last), letters)
 
     def keep_behind(self, tracker: ref[PlanTracker], position: int) -> None:
-        """Keeps what is submitted from now on behind a plan, or a run; the caller has the lock of `calls`."""
+        """Keeps later calls of the actor behind a plan, or a run; the caller holds the lock of `calls`."""
         if self.calls is not None:
             self.calls.before = partial(_keep_behind, tracker, position, ref(self))
 
     def fence(self, seq: int) -> None:
-        """Submits an actor task that lets a plan begin, and ends with it."""
-        method = self._submits.get(-1)
-        if method is None:
-            method = self.actor._raycollect_fence.options(num_returns=0, max_task_retries=0, enable_task_events=False)
-            self._submits[-1] = method
-        method.remote(self._controller_id, seq)
+        """Submits an actor task that lets a plan begin, and ends with the plan."""
+        self.task("_raycollect_fence", 0).remote(self._controller_id, seq)
 
     def lend_tokens(self, owner: bytes, soon: Callable[[Callable[[], None]], bool]) -> None:
         """Lends tokens to the calls of methods that return tensors, from now on; see `CallTokens`."""
@@ -190,7 +192,7 @@ class ParticipantLink:
             self._tokens = self.calls.tokens = CallTokens(self.actor, owner, self._keeping, order, tell, soon)
 
     def _end_tokens(self, call: Callable[[], None]) -> None:
-        """Lends no more tokens; makes a call once nobody holds a value whose token was lent."""
+        """Stops lending tokens; makes a call once no process holds a value whose token was lent."""
         tokens, self._tokens = self._tokens, None
         if self.calls is not None and self.calls.tokens is tokens:  # else the actor was leased again
             self.calls.tokens = None
@@ -200,10 +202,10 @@ class ParticipantLink:
             tokens.end(call)
 
     def retire(self) -> None:
-        """It was given back: the connection ends once nobody holds a value any more whose token was lent."""
-        link, self.actor = self.link, None  # the actor may end before
+        """Ends the lease; the connection ends once no process holds a value whose token was lent."""
+        link, self.actor = self.link, None  # so that the actor may end
         self.slot = None
-        self._submits.clear()
+        self._tasks.clear()
         if link is not None:
             self._end_tokens(link.close)
 
@@ -217,7 +219,7 @@ class ParticipantLink:
             link.send(message)
 
     def unsent(self, exc: Exception, rank: int) -> RaycollectError:
-        """What to tell where something could not be sent to it, for the reason that `exc` gives."""
+        """The error of a message that could not be sent to it, because of `exc`."""
         actor = self.info["actor"]
         error: RaycollectError
         if isinstance(exc, ConnectionLostError):
@@ -248,20 +250,20 @@ class ParticipantLink:
         The result is the answer, or None where the connection ends first; for `Collect` the bytes of all its parts, or
         an `Unable`.
         """
-        request, asked = next(self._requests), Future[Any]()
-        self._asked[request] = asked
+        request, future = next(self._requests), Future[Any]()
+        self._questions[request] = future
         self.send(question(request=request, **fields))
         if self.is_lost:
             self._end_questions()
-        return asked
+        return future
 
     def _end_questions(self) -> None:
         self._collected.clear()
-        for request in list(self._asked):
+        for request in list(self._questions):
             self._answered_by(request, None)
 
     def _collect_part(self, message: Collected) -> None:
-        if message.request not in self._asked:
+        if message.request not in self._questions:
             return
         parts = self._collected.setdefault(message.request, bytearray())
         parts += message.payload
@@ -272,9 +274,9 @@ class ParticipantLink:
 
     def _answered_by(self, request: int, answer: Surveyed | Seen | Measured | Ticked | Unable | bytes | None) -> None:
         self._collected.pop(request, None)
-        asked = self._asked.pop(request, None)
-        if asked is not None:
-            asked.set_result(answer)
+        future = self._questions.pop(request, None)
+        if future is not None:
+            future.set_result(answer)
 
     def received(self, link: ControlLink, message: Any) -> None:
         """A message of the participant; on the hub's thread."""
@@ -320,7 +322,7 @@ def _order_tokens(actor: Any, count: int) -> list[Any]:
 
 
 def _tell_unused(link: ControlLink, info: dict[str, Any], keys: list[Key]) -> None:
-    """Tells a participant that nobody holds the values of keys any more."""
+    """Tells a participant that no process holds the values of keys any more."""
     try:
         for at in range(0, len(keys), fetch.FREED_AT_ONCE):
             link.send(Unused(keys=[*keys[at : at + fetch.FREED_AT_ONCE]]))
@@ -332,12 +334,12 @@ def _tell_unused(link: ControlLink, info: dict[str, Any], keys: list[Key]) -> No
 
 def _free(info: dict[str, Any], keys: list[Key]) -> None:
     """Frees values over a connection of its own."""
-    with suppress(RaycollectError):  # it is gone
+    with suppress(RaycollectError):  # its process has ended
         fetch.free(info["address"], keys, actor=info["actor"], incarnation=info["incarnation"])
 
 
 def _keep_behind(tracker: ref[PlanTracker], position: int, link: ref[ParticipantLink]) -> None:
-    """Keeps what is submitted from now on behind a plan, as long as that is under way there."""
-    found, here = tracker(), link()
-    if found is not None and here is not None and found.is_pending(position):
-        here.fence(found.seq)
+    """Keeps later calls of the actor behind a plan that is under way there."""
+    plan, here = tracker(), link()
+    if plan is not None and here is not None and plan.is_pending(position):
+        here.fence(plan.seq)

@@ -52,7 +52,7 @@ from raycollect.ray_bridge import call_tokens, ray_actors, ray_session
 from raycollect.ray_bridge.submitted_calls import SubmittedCalls
 
 UNUSED_S = 0.01
-"""How long keys of values that nobody holds any more are gathered before their participant is told."""
+"""How long keys of released values are gathered before their participant is told."""
 
 
 class _Join:
@@ -67,7 +67,7 @@ class _Join:
     def fail(self, error: RaycollectError) -> None:
         """Ends it, as the group can't be formed.
 
-        Where all have joined there is a group, and later calls report that a member is gone.
+        Once all have joined, the group exists, and later calls report the loss of a member.
         """
         if self.missing and self.error is None:
             self.error = error
@@ -97,45 +97,45 @@ class Participants:
         self._mailbox = mailbox
         self._left: list[tuple[Slot, int]] = []  # the slots and processes of those whose connections have ended
         self._hub = Hub()
-        self._due: deque[Callable[[], None]] = deque()  # what is called in a moment, for all participants at once
+        self._due: deque[Callable[[], None]] = deque()  # calls for `_soon`, of all participants
         self._is_due = False
         self._peers: dict[str, ParticipantLink] = {}  # by actor id
-        self._lock = threading.RLock()  # guards who is leased, and for which groups; a finalizer may destroy a group
+        self._lock = threading.RLock()  # guards the leases and their groups; a finalizer may destroy a group
         self._leasing = Claims()  # actor ids: one thread at a time connects to an actor
         self._requests = itertools.count(1)
         self._joins: dict[int, _Join] = {}  # by the requests of their members
         self.inviting: threading.Lock = threading.Lock()
 
     def close(self) -> None:
-        """Gives all back."""
+        """Ends all leases."""
         self._hub.close()
-        self._is_due = False  # what was due is not called any more
-        call_tokens.let_go(waits=True)  # they refer to this
+        self._is_due = False  # calls that are due are dropped
+        call_tokens.let_go(waits=True)
 
-    # ------------------------------------------------------------------------------------------ who they are
+    # ------------------------------------------------------------------------------------------ queries
 
     def add(self, peer: ParticipantLink, group_id: str = "") -> None:
-        """Stores one that was leased, for a group if its id is given."""
+        """Adds a leased participant, for a group if its id is given."""
         with self._lock:
             if group_id:
                 peer.group_ids.add(group_id)
             self._peers[peer.info["actor_id"]] = peer
 
     def all(self) -> tuple[ParticipantLink, ...]:
-        """Those that are leased now."""
+        """The leased participants."""
         return tuple(self._peers.values())
 
     def leased(self, actor_id: str, memberships: Iterable[Membership]) -> ParticipantLink:
-        """The leased participant of an actor in one of these groups; GroupBrokenError if its process is gone."""
+        """The leased participant of an actor in one of these groups; GroupBrokenError if its process has ended."""
         peer = self._peers.get(actor_id)
         if peer is None or peer.link is None:
-            members = (one for membership in memberships for one in membership.members)
-            actor = next((one.actor for one in members if one.actor_id == actor_id), f"actor {actor_id[:6]}")
+            members = (member for membership in memberships for member in membership.members)
+            actor = next((member.actor for member in members if member.actor_id == actor_id), f"actor {actor_id[:6]}")
             raise GroupBrokenError(group_name="", detail=f"{actor} is gone")
         return peer
 
     def joining(self, member: Member) -> ParticipantLink:
-        """The leased participant of a member that is to join a group; ActorGoneError if its process is gone since."""
+        """The leased participant of a member that will join a group; ActorGoneError if its process has ended."""
         peer = self._peers.get(member.actor_id)
         if peer is None or peer.link is None:
             detail = "its process ended before it was asked to join"
@@ -143,7 +143,7 @@ class Participants:
         return peer
 
     def drop(self, peer: ParticipantLink) -> bool:
-        """Forgets one whose connection has ended; False where it was not leased any more."""
+        """Removes a participant whose connection has ended; False if its lease had ended before."""
         if not self._forget(peer):
             return False
         peer.link = None
@@ -153,15 +153,15 @@ class Participants:
 
     def _give_back_slots(self) -> None:
         """Takes back the slots of participants that have died; those that live do so themselves."""
-        for one in self._left[:]:
-            slot, pid = one
+        for entry in self._left[:]:
+            slot, pid = entry
             if self._mailbox is not None and not Path(f"/proc/{pid}").exists():
                 self._mailbox.give_back(slot)
-                self._left.remove(one)
+                self._left.remove(entry)
 
     def _forget(self, peer: ParticipantLink) -> bool:
         actor_id = peer.info["actor_id"]
-        with self._lock:  # its connection may end as it is given back
+        with self._lock:  # its connection may end while its lease is ended
             return self._peers.get(actor_id) is peer and self._peers.pop(actor_id, None) is peer
 
     # ------------------------------------------------------------------------------------------ leases
@@ -176,14 +176,14 @@ class Participants:
         *,
         group_id: str,
     ) -> ParticipantLink:
-        """Leases a member for a group, unless it is leased already; then the lease is for that group, too.
+        """Leases a member for a group; a member that is leased already gets that group as well.
 
         Args:
             member: The member.
             actor: Its actor.
-            info: What it said of itself.
-            calls: Its calls since before it said so.
-            deadline_s: By when it must have answered, by `time.monotonic`.
+            info: Its description.
+            calls: Its calls since before the description.
+            deadline_s: When to give up, by `time.monotonic`.
             group_id: The id of the group.
 
         Raises:
@@ -194,12 +194,12 @@ class Participants:
         try:
             with self._leasing.claim(member.actor_id, deadline_s):
                 with self._lock:
-                    known = self._peers.get(member.actor_id)
-                    if known is not None and known.info["incarnation"] == member.incarnation:
-                        known.group_ids.add(group_id)
-                        return known
-                if known is not None:
-                    _end_former(known, self._hub, deadline_s)
+                    leased = self._peers.get(member.actor_id)
+                    if leased is not None and leased.info["incarnation"] == member.incarnation:
+                        leased.group_ids.add(group_id)
+                        return leased
+                if leased is not None:
+                    _end_former(leased, self._hub, deadline_s)
                 calls = calls if info["participant"] and info["ordered"] else None
                 link_type = getattr(actor, "link_type", ParticipantLink)
                 peer: ParticipantLink = link_type(
@@ -240,12 +240,12 @@ class Participants:
                 raise ActorGoneError(op="declare", rank=member.rank, actor=member.actor, detail=exc.detail) from exc
             raise
         finally:
-            # Who may have got it, and has not answered, gives it back itself
+            # A participant that may have got the slot, and has not answered, returns it itself
             if mailbox is not None and slot is not None and peer.has_mailbox is False:
                 mailbox.give_back(slot)
         peer.lend_tokens(owner, self._soon)
         self.add(peer, group_id)
-        if peer.is_lost:  # perhaps before it was added, and nobody hears of it again
+        if peer.is_lost:  # perhaps before it was added: no further event reports it
             peer.retire()
             self.drop(peer)
             detail = "its connection ended as it was leased"
@@ -254,19 +254,19 @@ class Participants:
             self.timeline.leased(peer)
 
     def later(self, delay_s: float, call: Callable[[], None]) -> bool:
-        """Makes a call on the hub's thread after a while; False where the hub is closed. Takes no lock."""
+        """Makes a call on the hub's thread later; False if the hub is closed. Takes no lock."""
         return self._hub.later(delay_s, call)
 
     def _soon(self, call: Callable[[], None]) -> bool:
-        """Makes a call on the hub's thread after `UNUSED_S` at most; False where the hub is closed."""
-        self._due.append(call)  # before the flag is read: who clears it looks for calls afterwards
+        """Makes a call on the hub's thread after `UNUSED_S` at most; False if the hub is closed."""
+        self._due.append(call)  # before the flag is read: the thread that clears it makes the calls afterwards
         if self._is_due:
             return True
         self._is_due = True
 
         def make() -> None:
             self._is_due = False
-            for _ in range(len(self._due)):  # not what these add: the hub has other things to do as well
+            for _ in range(len(self._due)):  # calls that these add are for the next time
                 threads.survives(self._due.popleft())
 
         if not self._hub.later(UNUSED_S, make):
@@ -274,7 +274,7 @@ class Participants:
         return self._is_due
 
     def part(self, membership: Membership) -> None:
-        """Makes the members of a group leave it, and ends the leases that no other group needs."""
+        """Has the members of a group leave it, and ends the leases that no other group needs."""
         group_id = membership.spec.group_id
         peers = [self._peers.get(member.actor_id) for member in membership.members]
         leaving = [peer for peer in peers if peer is not None and group_id in peer.group_ids]
@@ -286,7 +286,7 @@ class Participants:
             with self._lock:  # another thread may lease it for another group
                 peer.group_ids.discard(group_id)
                 is_last = not peer.group_ids and self._forget(peer)
-                if is_last:  # here, so that it comes before another thread leases the actor again
+                if is_last:  # under the lock: before another thread leases the actor again
                     peer.send(Bye())
             if is_last:
                 peer.retire()
@@ -296,16 +296,16 @@ class Participants:
     # ------------------------------------------------------------------------------------------ joining
 
     def join(self, membership: Membership, deadline_s: float, replaces: str = "") -> None:
-        """Makes all members join a group, and waits until they have.
+        """Has all members join a group, and waits until they have joined.
 
         Args:
             membership: The group.
-            deadline_s: By when, by `time.monotonic`.
+            deadline_s: When to give up, by `time.monotonic`.
             replaces: As in `Join`.
         """
         spec = membership.spec
         join = _Join({next(self._requests): member for member in membership.members})
-        members = [replace(one, address=replace(one.address, secret=b"")) for one in membership.members]
+        members = [replace(member, address=replace(member.address, secret=b"")) for member in membership.members]
         try:
             self._joins.update(dict.fromkeys(join.members, join))
             with self.inviting:
@@ -320,12 +320,12 @@ class Participants:
             raise copy_error(join.error)
         late = [] if is_over else [member for request, member in join.members.items() if request in join.missing]
         if late:  # else the last one has joined meanwhile
-            names = listed(f"rank {one.rank} ({one.actor})" for one in late)
+            names = listed(f"rank {member.rank} ({member.actor})" for member in late)
             raise CollectiveTimeoutError(
                 op="declare",
                 group_name=spec.name,
                 detail=f"these have not joined in time: {names}; an actor that is pending or busy can't join",
-                missing=tuple(one.rank for one in late),
+                missing=tuple(member.rank for member in late),
             )
 
     def joined(self, message: Joined) -> None:
@@ -340,39 +340,39 @@ class Participants:
             join.fail(located(from_wire(message.error), member.rank, member.actor))
 
     def give_up(self, peer: ParticipantLink, reason: str) -> None:
-        """Ends the join where a participant that is gone is among those who join; on the hub's thread."""
+        """Fails the joins of a participant whose connection has ended; on the hub's thread."""
         for join in tuple(self._joins.values()):
-            if any(one.actor_id == peer.info["actor_id"] for one in join.members.values()):
+            if any(member.actor_id == peer.info["actor_id"] for member in join.members.values()):
                 join.fail(ActorGoneError(op="declare", actor=peer.info["actor"], detail=f"it ended ({reason})"))
 
-    # ------------------------------------------------------------------------------------------ telling, asking
+    # ------------------------------------------------------------------------------------------ messages and questions
 
     def deliver(self, actor_ids: Sequence[str], outgoing: Orders) -> None:
-        """Sends (place among actors, message) to those who are still leased."""
+        """Sends pairs of (place among actors, message) to the actors that are still leased."""
         for at, message in outgoing:
             peer = self._peers.get(actor_ids[at])
             if peer is not None:
                 peer.send(message)
 
     def survey(self, members: Sequence[Member], timeout_s: float) -> list[Surveyed | None]:
-        """Asks members what they hold; None for one that is gone, or has not answered in time."""
-        return _answers([self._ask(one, Survey) for one in members], timeout_s)
+        """Asks members for their statistics; None for a member that has ended, or has not answered in time."""
+        return _answers([self._ask(member, Survey) for member in members], timeout_s)
 
     def look(self, members: Sequence[Member], timeout_s: float) -> list[Seen | None]:
-        """Asks members what they are doing; None for one that is gone, or has not answered in time."""
-        return _answers([self._ask(one, Look) for one in members], timeout_s)
+        """Asks members for their activity; None for a member that has ended, or has not answered in time."""
+        return _answers([self._ask(member, Look) for member in members], timeout_s)
 
     def begin_look(self, members: Iterable[Member]) -> dict[str, Future[Any] | None]:
-        """Asks members what they are doing, without waiting; by actor, None for one that is gone."""
-        return {one.actor_id: self._ask(one, Look) for one in members}
+        """Asks members for their activity, without waiting; by actor, None for a member that has ended."""
+        return {member.actor_id: self._ask(member, Look) for member in members}
 
     def has_ended(self, member: Member, timeout_s: float) -> bool:
-        """Whether a member's process is known to be gone; one that does not answer in time is not."""
-        asked = self._ask(member, Look)
-        return asked is None or (asked in answered([asked], timeout_s) and asked.result() is None)
+        """Whether a member's process is known to have ended; False for one that does not answer in time."""
+        question = self._ask(member, Look)
+        return question is None or (question in answered([question], timeout_s) and question.result() is None)
 
     def measure(self, member: Member, seq: int) -> Future[Measured | None] | None:
-        """Asks a member how far it is in a plan, without waiting; None for one that is gone."""
+        """Asks a member for its progress in a plan, without waiting; None if it has ended."""
         return self._ask(member, Measure, seq=seq)
 
     def _ask(self, member: Member, question: type[Look | Measure | Survey], **fields: Any) -> Future[Any] | None:
@@ -383,13 +383,13 @@ class Participants:
 
 
 def look_answers(looks: Mapping[str, Future[Any] | None], timeout_s: float) -> dict[str, Seen | None]:
-    """The answers to `Participants.begin_look`, by actor; None for one that is gone, or has not answered in time."""
+    """The answers to `Participants.begin_look`, by actor; None for a member that has ended, or is late."""
     return dict(zip(looks, _answers(looks.values(), timeout_s), strict=True))
 
 
 def _answers(futures: Collection[Future[Any] | None], timeout_s: float) -> list[Any]:
     done = answered(futures, timeout_s)
-    return [one.result() if one in done else None for one in futures]
+    return [future.result() if future in done else None for future in futures]
 
 
 def _end_former(former: ParticipantLink, hub: Hub, deadline_s: float) -> None:

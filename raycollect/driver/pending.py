@@ -18,12 +18,12 @@ _OF_RUNS = "stands for a value of each run: compute with it in a method"
 
 
 class _Recorded(Placeholder):
-    """A value of the runs of a step. If the step's function is traced, an error says which, and where it was used."""
+    """A value of the runs of a step. In a traced step, errors name the value and the line that used it."""
 
     __slots__ = ()
 
     _traced: str
-    """What it is, in the words of errors; empty where it was recorded by hand, in the block of a captured step."""
+    """Its name in errors of a traced step; empty in the block of a captured step."""
 
     _parameter: str = ""
 
@@ -62,9 +62,9 @@ def _misuse(error: RaycollectError, name: str) -> Exception:
     return AttributeError(f"no attribute {name!r}: {error}") if name else error
 
 
-def _stray(one: _Recorded) -> CaptureError:
+def _stray(value: _Recorded) -> CaptureError:
     """A placeholder of a captured step is sent to another process."""
-    return CaptureError(detail=f"{one!r} has no meaning outside of its driver: {_IN_RUNS}")
+    return CaptureError(detail=f"{value!r} has no meaning outside of its driver: {_IN_RUNS}")
 
 
 class Pending(_Recorded):
@@ -102,9 +102,9 @@ class Pending(_Recorded):
 
         Raises:
             BatchError: Its batch has not ended, or failed.
-            CaptureError: It is made in the runs of a captured step.
+            CaptureError: It is an output of the runs of a captured step.
         """
-        if self._traced:  # it may stand wherever its ref would
+        if self._traced:  # it is allowed wherever a ref is
             return self
         if self.step >= 0:
             raise CaptureError(detail=f"{self!r} is not a ref: {_IN_RUNS}")
@@ -119,11 +119,11 @@ class Pending(_Recorded):
         return _misuse(BatchError(detail=f"{self!r} {what} with `col.get`"), name)
 
     def _is_of(self, request_list: object) -> bool:
-        """Whether a call of these requests makes it, which are not sent yet."""
+        """Whether a call of these requests, which are not sent yet, makes it."""
         return self._request_list is request_list
 
     def _settle(self, ref: Any, why: str) -> None:
-        """Gives it its ref, or the reason why it has none."""
+        """Sets its ref, or the reason why it has none."""
         self._request_list, self._ref, self._why = None, ref, why
 
     def __reduce__(self) -> Any:
@@ -193,7 +193,7 @@ class Argument(_Recorded):
 
 
 def plain(value: Any) -> Any:
-    """The ref of a `Pending`, which raises where it has none; any other value as it is."""
+    """The ref of a `Pending`, which raises if it has none; any other value unchanged."""
     if isinstance(value, Pending) and value._traced:
         raise value._used("raycollect.get() or another function")
     return value.ref if isinstance(value, Pending) else value

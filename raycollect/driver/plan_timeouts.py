@@ -1,7 +1,7 @@
-"""Fails plans and runs whose caller's time limit is over, also where nobody waits for them.
+"""Fails plans and runs whose caller's time limit is over, also if no thread waits for them.
 
-The participants are asked what they do before they hear of the abort, so that the error can say what each was in. Who
-only waits for others in a kernel leaves at the abort; where all are in one, those that stay are those that hang.
+The participants are asked for their activity before the abort, so that the error can name it. A participant that
+only waits for others in a kernel leaves at the abort; if all are in a kernel, those that stay are hanging.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from raycollect.driver.plans import PlansUnderWay
 from raycollect.errors import CollectiveTimeoutError
 
 LEAVE_S = 1.0
-"""How long a participant may take to leave a plan that is aborted, in seconds; one that takes longer hangs in it."""
+"""How long a participant may take to leave an aborted plan, in seconds; after that it counts as hanging."""
 
-_LOOK_S = 0.05  # how often it is looked who has left
+_LOOK_S = 0.05  # how often to check which participants have left, in seconds
 
 
 class PlanTimeouts(timers.Watcher):
@@ -31,16 +31,16 @@ class PlanTimeouts(timers.Watcher):
         super().__init__()
         self._plans = plans
         self._participants = participants
-        self._expiring = threading.RLock()  # a finalizer may come in the middle
+        self._expiring = threading.RLock()  # a finalizer may run in between
 
     def watch(self, tracker: PlanTracker) -> None:
-        """Fails a plan at its deadline, whether anybody waits for it or not."""
+        """Fails a plan at its deadline, also if no thread waits for it."""
         left_s = tracker.deadline.left_s()
         if left_s is not None and not tracker.is_known:
-            threads.survives(self.look_after, left_s)  # without a thread, whoever waits fails it
+            threads.survives(self.look_after, left_s)  # without a thread, the waiter fails it
 
     def look(self) -> float:
-        """Fails what is overdue; in the timer's thread."""
+        """Fails overdue plans; in the timer's thread."""
         watched = self._plans.trackers()
         for tracker in watched:
             self.expire(tracker)
@@ -68,12 +68,12 @@ class PlanTimeouts(timers.Watcher):
             missing=tuple([member.rank for group, member in homes if group is homes[0][0]]),
             timeout_s=tracker.deadline.timeout_s,
         )
-        error.detail = error.unfinished([f"rank {one.rank} ({one.actor})" for one in late])
-        self._plans.send(tracker, tracker.fail(error))
+        error.detail = error.unfinished([f"rank {member.rank} ({member.actor})" for member in late])
+        self._plans.fail(tracker, error)
         self._look_for_stuck(tracker, tracker.overdue.stuck, time.monotonic() + LEAVE_S)
 
     def _look_for_stuck(self, tracker: PlanTracker, stuck: Future[tuple[int, ...]], until_s: float) -> None:
-        """Finds out who does not leave an aborted plan, in the hub's thread."""
+        """Finds the participants that do not leave an aborted plan, in the hub's thread."""
 
         def look() -> None:
             left = tuple([at for at in range(len(tracker.plan.participants)) if tracker.is_pending(at)])

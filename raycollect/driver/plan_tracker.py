@@ -59,8 +59,8 @@ class Overdue(NamedTuple):
 
     Attributes:
         late: The participants that have not ended it.
-        looks: What all participants do, by actor: the answers that were asked for then; None for one that is gone.
-        stuck: The positions of those that have not left it some time after they were told to.
+        looks: The answers of all participants about their activity, by actor; None for one that has ended.
+        stuck: The positions that have not left it `LEAVE_S` after the abort.
     """
 
     late: tuple[Member, ...]
@@ -73,17 +73,18 @@ class PlanTracker:
 
     Attributes:
         launches: The numbers of its launches.
-        refs: The operand refs by key, held until the plan has ended everywhere (P5); after a refusal those that tell
-            more about it, until `explain`.
-        made: (request, position) -> the ref of what the request makes there.
-        letters: Those that brought it, if a thread waits for their marks.
-        deadline: When its caller's time limit is over.
-        overdue: Who had not ended it when that was over, and what they did; None: it was not.
+        refs: The operand refs by key, held until the plan has ended everywhere (P5); after a refusal those that explain
+            it, until `explain`.
+        keys: Those of the refs, in the order of the plan's sources.
+        outputs: (request, position) -> the ref of the request's output there.
+        letters: The letters that carried it, if a thread waits for their marks.
+        deadline: The end of its caller's time limit.
+        overdue: The state at the deadline, if it had not ended by then; otherwise None.
         is_known: Whether the outcome is known; `resolved` looks at what is in shared memory first.
         is_committed: Whether all participants were told to overwrite what they gave: all that live have results.
     """
 
-    # What most plans leave as it is: one is made for each call
+    # Defaults on the class: a tracker is made for each call
     error: RaycollectError | None = None
     is_known: bool = False
     is_committed: bool = False
@@ -93,17 +94,17 @@ class PlanTracker:
     began_s: float = 0.0
     overdue: Overdue | None = None
     _first: tuple[int, RaycollectError, tuple[str, ...]] | None = None  # the first failure that was reported
-    _told = False  # whether the participants were told to abort
-    _is_explained = False  # whether the refs have told what they know of the failure
+    _is_aborted = False  # whether the participants were told to abort
+    _is_explained = False  # whether `error` is the final explanation
 
-    _KIND: ClassVar[str] = PLAN  # what a timeline calls it
+    _KIND: ClassVar[str] = PLAN  # in timelines
 
     def __init__(
         self,
         seq: int,
         plan: Plan,
         memberships: Sequence[Membership],
-        refs: dict[Key, Any],
+        refs: Mapping[Key, Any],
         deadline: Deadline = NEVER,
     ) -> None:
         self.seq = seq
@@ -112,14 +113,16 @@ class PlanTracker:
         self.launches: range = range(seq, seq + plan.width)
         self.refs: Mapping[Key, Any] = refs
         self.groups: tuple[Membership, ...] = tuple(dict.fromkeys(memberships))
-        self.made: dict[tuple[int, int], Any] = {}
+        self.outputs: dict[tuple[int, int], Any] = {}
         self._memberships = memberships
-        self._keys = tuple(refs)
+        self.keys: tuple[Key, ...] = tuple(refs)
         self._is_chain = plan.width > 1  # a rank that waits in one launch does not hear that another one broke
-        self._gathers: dict[_AgreementKey, ArrivalGather] = {}  # the agreements before launches that come here
+        self._gathers: dict[
+            _AgreementKey, ArrivalGather
+        ] = {}  # the agreements before launches that the controller gathers
         self._pending = set(range(len(plan.participants)))
-        self._abandoned: list[bool] = []  # not empty until the failure that nobody waits for is logged
-        self._unresolved = threading.Lock()  # held until the outcome is known: cheaper to wait for than an event
+        self._abandoned: list[bool] = []  # not empty after `abandon`, until the failure is logged
+        self._unresolved = threading.Lock()  # held until the outcome is known: cheaper than an event
         self._unresolved.acquire()
         self._watchers: list[Callable[[], None]] = []
         self._lock = threading.RLock()  # a finalizer may ask, or end it, in a thread that has it
@@ -135,7 +138,7 @@ class PlanTracker:
 
     @property
     def has_ended(self) -> bool:
-        """True when no participant runs it any more."""
+        """True when it has ended on all participants."""
         if self._pending:
             self.look()
         return not self._pending
@@ -147,8 +150,8 @@ class PlanTracker:
 
     @cached_property
     def location(self) -> ErrorLocator:
-        """Maps positions and sources to what users know."""
-        return ErrorLocator(self.plan, self._memberships, self._keys)
+        """Maps positions and sources to ranks, actors and refs."""
+        return ErrorLocator(self.plan, self._memberships, self.keys)
 
     def is_pending(self, position: int) -> bool:
         """True while that participant has not ended it."""
@@ -161,7 +164,7 @@ class PlanTracker:
     @cached_property
     def writes(self) -> Mapping[Key, bool]:
         """Key -> whether it writes the tensor, for each ref that it uses."""
-        return {self._keys[one]: written for one, written in self.plan.uses().items()}  # type: ignore[call-overload]
+        return {self.keys[source]: written for source, written in self.plan.uses().items()}  # type: ignore[call-overload]
 
     def wait(self, timeout_s: float | None) -> bool:
         """Waits for the outcome; False: it is not known in time."""
@@ -178,18 +181,18 @@ class PlanTracker:
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 return False
-            letters.mailbox.wait(seen, left_s)  # or until a signal comes
+            letters.mailbox.wait(seen, left_s)  # or until a signal arrives
             deliver()
 
     def wait_for_word(self, timeout_s: float | None) -> bool:
-        """Waits for an outcome that somebody else finds out."""
+        """Waits for an outcome that another thread resolves."""
         with Deferred():
             if not self.is_known and waiting(partial(self._unresolved.acquire, True), timeout_s):
                 self._unresolved.release()
         return self.is_known
 
     def look(self) -> None:
-        """Takes what participants have said in shared memory."""
+        """Takes the participants' marks in shared memory."""
         letters = self.letters
         if letters is not None and letters.look is not None and letters.have_ended:
             self._ended(range(len(self.plan.participants)), None, ())
@@ -203,7 +206,7 @@ class PlanTracker:
         call()
 
     def abandon(self) -> None:
-        """Nobody will ask for the outcome any more: a failure is logged, now or later.
+        """Has a failure logged, now or later: the caller has dropped its `Work`.
 
         Takes no lock: the garbage collector may call it, in any thread at any place.
         """
@@ -224,7 +227,7 @@ class PlanTracker:
         return self._ended((position, *others), error, story)
 
     def _ended(self, positions: Sequence[int], error: RaycollectError | None, story: Sequence[str]) -> Outgoing:
-        with Deferred(), Inside():  # a finalizer that waits in here would hold up the hub, for which it waits
+        with Inside():  # a finalizer that waits in here would hold up the hub, for which it waits
             position = positions[0]
             with self._lock:
                 self._pending.difference_update(positions)
@@ -234,7 +237,7 @@ class PlanTracker:
                 first = self._first
             if isinstance(error, PlanAbortedError) and not self.is_known:  # the consequence of another failure
                 several = self._is_chain
-                if waiting:  # who caused it will report, or its process is gone
+                if waiting:  # the participant that caused it will report, or its process has ended
                     return self._abort(position, error) if several else []
                 if first is not None and several:
                     return self._failed(*first)  # later ones may be consequences of that abort
@@ -243,12 +246,12 @@ class PlanTracker:
             if waiting:
                 return []
             if first is not None:
-                return self._failed(*first)  # aborted, and nobody reported the cause
+                return self._failed(*first)  # aborted, and no participant reported the cause
             self._resolve(None)
             return []
 
     def lost(self, position: int, reason: str) -> Outgoing:
-        """A participant's process is gone; what it has said before counts."""
+        """A participant's process has ended; its earlier marks and messages count."""
         self.look()
         with self._lock:
             if position not in self._pending:
@@ -273,7 +276,7 @@ class PlanTracker:
             if blobs is None:
                 return []
             if plan.commits and not message.group_id and message.round == rounds - 1:
-                if self._told or self.is_known:  # the others have given up, or will
+                if self._is_aborted or self.is_known:  # the others have given up, or will
                     return []
                 self.is_committed = True
         answers = _answers(message, blobs)
@@ -292,7 +295,7 @@ class PlanTracker:
         return self._failed(-1, error, ())
 
     def explain(self, error: RaycollectError) -> None:
-        """Takes the error as its refs explain it; they are not needed any more."""
+        """Sets the error as its refs explain it, and releases the refs."""
         with self._lock:
             self.error, self._is_explained = error, True
         self._let_go()
@@ -300,13 +303,13 @@ class PlanTracker:
     # ------------------------------------------------------------------------------------------ outcome
 
     def _failed(self, position: int, error: RaycollectError, story: tuple[str, ...]) -> Outgoing:
-        missing: RankNames = []  # who has not arrived at the latest agreement
+        missing: RankNames = []  # at the latest agreement
         if isinstance(error, CollectiveTimeoutError) and self._gathers:
             with self._lock:
                 key = max(self._gathers)
                 by_rank = self._by_rank(key[0], key[2])
                 homes = [self.location.home(by_rank[rank]) for rank in self._gathers[key].missing]
-            missing = [(group.rank_of(one.actor_id), one.actor) for group, one in homes]
+            missing = [(group.rank_of(member.actor_id), member.actor) for group, member in homes]
         self._resolve(self.location.locate(position, error, story, missing))
         know = self.location.heard(position, error) if isinstance(error, RefusedError) and position >= 0 else ()
         if len(know) == len(self.plan.participants):
@@ -314,10 +317,10 @@ class PlanTracker:
         return [(at, message) for at, message in self._abort(position, error) if at not in know]
 
     def _abort(self, position: int, error: RaycollectError) -> Outgoing:
-        """Tells all who have not ended to abort, once; not after the commit, when nobody waits for others."""
+        """Tells participants that have not ended to abort, once; not after the commit, when none waits for others."""
         with self._lock:
-            told, self._told = self._told or self.is_committed, True
-        if told:
+            was_aborted, self._is_aborted = self._is_aborted or self.is_committed, True
+        if was_aborted:
             return []
         if position < 0:
             reason = str(error)[:_MAX_REASON_CHARS]
@@ -328,14 +331,14 @@ class PlanTracker:
 
     def _resolve(self, error: RaycollectError | None) -> None:
         with self._lock:
-            known = self.is_known
-            if not known:
+            was_known = self.is_known
+            if not was_known:
                 self.error = error
                 self.is_known = True
                 watchers, self._watchers = self._watchers, []
         if self.refs:
             self._let_go()
-        if not known:
+        if not was_known:
             self._unresolved.release()
             if self.letters is not None:
                 self.letters.close()
@@ -349,26 +352,26 @@ class PlanTracker:
                 _log_abandoned(self._abandoned, self.plan.name, self.error)
 
     def _let_go(self) -> None:
-        """Drops the refs once nobody runs it, except those of absent operands: Ray knows what their methods did."""
+        """Drops the refs once no participant runs it, except those of absent operands, which have the errors."""
         with self._lock:
             if self._pending or not self.is_known:
                 return
-            kept: dict[Key, Any] = {}
+            absent: dict[Key, Any] = {}
             if isinstance(self.error, RefusedError) and not self._is_explained:
                 named = {violation.ref for violation in self.error.violations if violation.kind in ABSENT}
-                kept = {key: ref for key, ref in self.refs.items() if key.hex() in named}
-            dropped, self.refs = self.refs, kept
+                absent = {key: ref for key, ref in self.refs.items() if key.hex() in named}
+            dropped, self.refs = self.refs, absent
         del dropped  # not under the lock
 
 
 def retrieve_errors(refs: Iterable[Any]) -> None:
-    """Asks for what refs hold, or will hold: Ray logs an error as unhandled where nobody does."""
+    """Retrieves the values of refs, now or later, as Ray logs an error that is never retrieved."""
     for ref in tuple(refs):
         ref.future()
 
 
 def _answers(message: Arrive, blobs: Sequence[bytes]) -> list[Arrivals]:
-    """What each of those who agreed is told, in parts that fit into frames."""
+    """The answer to each participant of an agreement, in parts that fit into frames."""
     parts, filled = list[list[bytes]]([[]]), 0
     for blob in blobs:
         if filled and filled + len(blob) > ANSWER_NBYTES:
@@ -399,7 +402,7 @@ def _record(tracker: PlanTracker, ring: Ring) -> None:
 
 
 def _label(tracker: PlanTracker, ring: Ring) -> Label:
-    specs = [one.spec for one in tracker.groups]
+    specs = [group.spec for group in tracker.groups]
     for spec in specs:
         ring.groups.setdefault(spec.group_id, TracedGroup.of(spec))
     plan, groups = tracker.plan, ",".join([spec.group_id for spec in specs])

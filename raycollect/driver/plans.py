@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from raycollect.core.signals import Deferred
 from raycollect.driver.dispatch_lock import DispatchLock
 from raycollect.driver.participants import Participants
 from raycollect.driver.plan_tracker import Outgoing, PlanTracker
-from raycollect.errors import PlanAbortedError
+from raycollect.errors import PlanAbortedError, RaycollectError
 from raycollect.observe import Tracer
 from raycollect.planner import Membership
 
@@ -20,7 +20,7 @@ class PlansUnderWay:
 
     Attributes:
         dispatching: Held while a plan, or a run of a captured step, is sent to all its participants (P2).
-        revision: Changes whenever a group, or a member of one, is gone, and where a group's members begin to change.
+        revision: Changes whenever a group or a member ends, and when a group's members begin to change.
         numbers: The numbers of plans, one per launch; taken under `dispatching`.
     """
 
@@ -51,28 +51,33 @@ class PlansUnderWay:
 
     def with_launch(self, launch: int) -> PlanTracker | None:
         """The plan, or run, that has that launch."""
-        return self.find(launch) or next((one for one in self.trackers() if launch in one.launches), None)
+        return self.find(launch) or next((tracker for tracker in self.trackers() if launch in tracker.launches), None)
 
     def trackers(self) -> list[PlanTracker]:
-        """The plans that have not ended everywhere. What ends in shared memory is seen to have ended by asking."""
-        found = []
+        """The plans that have not ended everywhere; marks in shared memory are read here."""
+        under_way = []
         for tracker in tuple(self._trackers.values()):
             if tracker.has_ended:
                 self.remove(tracker)
             elif tracker.seq in self._trackers:
-                found.append(tracker)
-        return found
+                under_way.append(tracker)
+        return under_way
 
     def of_group(self, membership: Membership) -> list[PlanTracker]:
         """The plans of a group that have not ended everywhere."""
         return [tracker for tracker in self.trackers() if membership in tracker.groups]
 
     def send(self, tracker: PlanTracker, outgoing: Outgoing) -> None:
-        """Sends what a plan has to say, and forgets the plan once it has ended everywhere."""
+        """Sends a plan's messages, and removes the plan once it has ended everywhere."""
         if outgoing:
             self._participants.deliver(tracker.plan.participants, outgoing)
         if tracker.has_ended:
             self.remove(tracker)
+
+    def fail(self, tracker: PlanTracker, error: RaycollectError, *, unsent: Sequence[int] = ()) -> None:
+        """Ends a plan on all its participants, but for those in `unsent`, which never got it."""
+        with Deferred():
+            self.send(tracker, tracker.fail(error, unsent=unsent))
 
     @contextmanager
     def none_begins(self) -> Iterator[list[Membership]]:

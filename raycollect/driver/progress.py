@@ -1,6 +1,6 @@
-"""How far a collective is, or a run of a captured step: asks its participants for as long as somebody looks.
+"""The progress of a collective, or of a run of a captured step, from its participants' answers.
 
-Nobody is waited for. A participant that has not answered the last question is not asked again, and counts as where it
+A participant that has not answered the last question is not asked again, and counts as where it
 was when it last answered. The thread that waits draws the progress bars, by tqdm, on stderr.
 """
 
@@ -119,16 +119,15 @@ class Progress:
     @property
     def laggard(self) -> RankProgress | None:
         """The participant that is far behind the others or keeps them waiting, if any."""
-        ahead = max((one.fraction for one in self.ranks), default=0.0)
-        some_begun = any(one.has_begun for one in self.ranks)
+        ahead = max((rank.fraction for rank in self.ranks), default=0.0)
+        some_begun = any(rank.has_begun for rank in self.ranks)
 
-        def is_behind(one: RankProgress) -> bool:
-            return (some_begun and not one.has_begun) or ahead - one.fraction > FAR_BEHIND
+        def is_behind(rank: RankProgress) -> bool:
+            return (some_begun and not rank.has_begun) or ahead - rank.fraction > FAR_BEHIND
 
-        late = [
-            one for one in self.ranks if not one.has_ended and (not one.answers or (one.is_heard and is_behind(one)))
-        ]
-        return min(late, key=lambda one: (one.answers, one.has_begun, one.fraction, one.rank), default=None)
+        running = [rank for rank in self.ranks if not rank.has_ended]
+        late = [rank for rank in running if not rank.answers or (rank.is_heard and is_behind(rank))]
+        return min(late, key=lambda rank: (rank.answers, rank.has_begun, rank.fraction, rank.rank), default=None)
 
     def __str__(self) -> str:
         if not self.total_nbytes:
@@ -140,7 +139,7 @@ class Progress:
 
 
 class ProgressProbe:
-    """What the participants of a plan have reported about their progress. For one thread at a time."""
+    """The reported progress of a plan's participants. For one thread at a time."""
 
     def __init__(
         self,
@@ -154,31 +153,33 @@ class ProgressProbe:
         self._tracker = tracker
         self._clock = clock or time.monotonic
         self._began_s = began_s
-        self._asked: list[tuple[Future[Any], float] | None] = [None] * count  # open questions, and when they were asked
-        self._said: list[Measured | None] = [None] * count  # the last answers, of which no number goes back
+        self._questions: list[tuple[Future[Any], float] | None] = [
+            None
+        ] * count  # open questions, and when they were asked
+        self._said: list[Measured | None] = [None] * count  # the last answers, whose numbers never decrease
         self._most = 0
-        self._samples = deque([(began_s, 0)])  # (time, bytes done): the last before there was anything, and then all
+        self._samples = deque([(began_s, 0)])  # (time, bytes done): the last one without bytes, and all later ones
         self._ended_s: float | None = None
         self._idle_s = began_s  # the latest time at which no bytes were known
 
     def ask(self) -> None:
-        """Asks those who have not ended and have answered the last question."""
+        """Asks the participants that have not ended and have answered the last question."""
         tracker = self._tracker
-        for at, asked in enumerate(self._asked):
-            if asked is None and tracker.is_pending(at):
-                question = self._participants.measure(tracker.member(at), tracker.seq)
-                self._asked[at] = None if question is None else (question, self._clock())
+        for at, question in enumerate(self._questions):
+            if question is None and tracker.is_pending(at):
+                answer = self._participants.measure(tracker.member(at), tracker.seq)
+                self._questions[at] = None if answer is None else (answer, self._clock())
 
     def hear(self, timeout_s: float = 0.0) -> None:
-        """Takes the answers that are there, or arrive within `timeout_s` seconds."""
+        """Takes the answers that arrive within `timeout_s` seconds."""
         if timeout_s:
-            answered([asked and asked[0] for asked in self._asked], timeout_s)
-        for at, asked in enumerate(self._asked):
-            if asked is None or not asked[0].done():
+            answered([question and question[0] for question in self._questions], timeout_s)
+        for at, question in enumerate(self._questions):
+            if question is None or not question[0].done():
                 continue
-            said, before, self._asked[at] = asked[0].result(), self._said[at], None
+            said, before, self._questions[at] = question[0].result(), self._said[at], None
             if isinstance(said, Measured) and min(said.done, said.total, said.lent) >= 0:
-                total = said.total or (0 if before is None else before.total)  # who has ended has nothing to tell
+                total = said.total or (0 if before is None else before.total)  # an ended participant reports zero
                 done = max(0 if before is None else before.done, min(said.done, total))
                 self._said[at] = replace(said, total=total, done=done)
 
@@ -191,10 +192,10 @@ class ProgressProbe:
         went_well = tracker.resolved and tracker.error is None
         credit = 0.0 if went_well else self._credit()
         ranks = tuple(self._rank(at, credit, now_s) for at in range(len(self._said)))
-        told = [one for one in ranks if one.total_nbytes]
-        each = sum(one.total_nbytes for one in told) // max(len(told), 1)
-        total = sum(one.total_nbytes or each for one in ranks)
-        done = sum(int(one.fraction * (one.total_nbytes or each)) for one in ranks)
+        heard = [rank for rank in ranks if rank.total_nbytes]
+        each = sum(rank.total_nbytes for rank in heard) // max(len(heard), 1)
+        total = sum(rank.total_nbytes or each for rank in ranks)
+        done = sum(int(rank.fraction * (rank.total_nbytes or each)) for rank in ranks)
         done = self._most = total if went_well else min(max(done, self._most), total)
         rate = self._rate(now_s, done, total)
         return Progress(
@@ -208,9 +209,9 @@ class ProgressProbe:
 
     def _credit(self) -> float:
         """The part of lent bytes that counts as done: the same as of all others."""
-        said = [one for one in self._said if one is not None]
-        rest = sum(one.total - one.lent for one in said)
-        return min(sum(one.done for one in said) / rest, 1.0) if rest > 0 else 0.0
+        said = [answer for answer in self._said if answer is not None]
+        rest = sum(answer.total - answer.lent for answer in said)
+        return min(sum(answer.done for answer in said) / rest, 1.0) if rest > 0 else 0.0
 
     def _rate(self, now_s: float, done: int, total: int) -> float:
         samples = self._samples
@@ -228,7 +229,7 @@ class ProgressProbe:
         return (done - before) / (now_s - since_s) if now_s > since_s else 0.0
 
     def _rank(self, at: int, credit: float, now_s: float) -> RankProgress:
-        tracker, said, asked = self._tracker, self._said[at] or _NOTHING, self._asked[at]
+        tracker, said, question = self._tracker, self._said[at] or _NOTHING, self._questions[at]
         member = tracker.member(at)
         has_ended = tracker.error is None and (tracker.resolved or not tracker.is_pending(at) or said.has_ended)
         done = said.done + min(int(said.lent * credit), said.total - said.done)
@@ -240,7 +241,7 @@ class ProgressProbe:
             has_begun=has_ended or said.has_begun,
             has_ended=has_ended,
             is_heard=has_ended or said is not _NOTHING,
-            answers=has_ended or asked is None or now_s - asked[1] < SILENT_S,
+            answers=has_ended or question is None or now_s - question[1] < SILENT_S,
         )
 
 
@@ -248,7 +249,7 @@ _NOTHING = Measured(request=0, has_begun=False, has_ended=False, done=0, total=0
 
 
 class ProgressBars:
-    """What `progress` gives: a block inside of which waits that last show a bar. Threads may share it."""
+    """The block of `progress`, inside of which long waits show a bar. Threads may share it."""
 
     def __init__(self, after_s: float) -> None:
         self._after_s = after_s
@@ -262,12 +263,12 @@ class ProgressBars:
 
 
 def progress(*, after_s: float = AFTER_S) -> ProgressBars:
-    """Shows how far collectives are, for as long as they are waited for.
+    """Shows the progress of collectives while they are waited for.
 
-    Inside a block ``with progress():``, whatever waits for a collective shows a bar on stderr, if it lasts: the
+    Inside a block ``with progress():``, long waits for a collective show a bar on stderr: the
     driver's operations, the ends of batches, `Work.wait`, runs of captured steps, `get` and `free`. ``await`` shows
-    none, nor do threads that the block starts. A bar counts the bytes of all participants together, and names who is
-    far behind.
+    none, nor do threads that the block starts. A bar counts the bytes of all participants together, and names the rank
+    that is far behind.
 
     Args:
         after_s: How long a wait has to last, in seconds.
@@ -294,7 +295,7 @@ def _tqdm() -> Any:
 
 @cache
 def _rated(made_by: Any) -> Any:
-    """A class of bars with a given rate: tqdm's own is that of the last move for ever, where nothing moves."""
+    """A class of bars with a given rate: without progress, tqdm's own rate never falls."""
 
     class Rated(made_by):  # type: ignore[misc]
         rate = 0.0
@@ -335,7 +336,7 @@ class Bar:
             far = self._probe.read()
             went_well = self._tracker.resolved and self._tracker.error is None
             self._show(drawn, far, "" if went_well else None)
-            drawn.leave = bool(far.total_nbytes) or not went_well  # where nobody ever told of bytes, there is nothing
+            drawn.leave = bool(far.total_nbytes) or not went_well  # a bar without bytes is removed
             drawn.close()
         except Exception as exc:  # noqa: BLE001 - see `look`
             _log.debug("a progress bar could not be ended: %s", exc)
@@ -356,7 +357,7 @@ class Bar:
                     self._drawn = self._make(desc=name, unit="B", unit_scale=True, total=total)
                 self._show(self._drawn, far)
             self._next_s = time.monotonic() + EVERY_S
-        except Exception as exc:  # noqa: BLE001 - a stderr that is closed, a widget that is gone: the wait goes on without
+        except Exception as exc:  # noqa: BLE001 - a closed stderr, a closed widget: the wait continues without a bar
             self._drawn, self._next_s = None, math.inf
             _log.debug("a progress bar could not be drawn: %s", exc)
             return

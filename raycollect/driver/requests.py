@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from raycollect.core.model import Key
 from raycollect.driver.controller import Controller
-from raycollect.driver.dispatch import RequestKey, Submission, made
+from raycollect.driver.dispatch import RequestKey, Submission, made_by, prepare, send
 from raycollect.driver.pending import Pending
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.planner import Made, Source
@@ -15,24 +15,24 @@ _UNSENT = "its plan could not be sent"
 
 
 class RequestList:
-    """Calls that go into one plan; `results` has a `Pending` for each ref that is still to be made. For one thread."""
+    """The recorded calls of one plan; `results` has a `Pending` for each new ref. For one thread."""
 
-    __slots__ = ("_first", "_pending", "_places", "asked", "refs", "results")
+    __slots__ = ("_first", "_pending", "_places", "refs", "requests", "results")
 
     def __init__(self) -> None:
         self._first = 0  # the first call of the plan that is being recorded
         self.clear()
 
     def clear(self) -> None:
-        """Drops all that was recorded; placeholders still say what they belong to."""
-        self.asked: list[RequestKey] = []
+        """Drops all recorded calls; placeholders still name their list."""
+        self.requests: list[RequestKey] = []
         self.results: list[Any] = []
         self.refs: dict[Any, Any] = {}
         self._places: dict[Any, int] = {}
         self._pending: list[Pending] = []
 
     def source(self, key: Any, ref: Any) -> Source:
-        """What stands for an operand in plans."""
+        """The source of an operand in plans."""
         if key is None:
             return Made(ref.request - self._first)
         if type(ref) is Pending:
@@ -44,19 +44,19 @@ class RequestList:
         return place
 
     def promise(self, actor_id: str) -> Pending:
-        """Stands for what the next call makes on an actor."""
-        pending = Pending(self, len(self.asked), actor_id)
+        """A placeholder for the output of the next call on an actor."""
+        pending = Pending(self, len(self.requests), actor_id)
         self._pending.append(pending)
         return pending
 
-    def add(self, asked: RequestKey, result: Any) -> None:
+    def add(self, request: RequestKey, result: Any) -> None:
         """Records a call."""
-        self.asked.append(asked)
+        self.requests.append(request)
         self.results.append(result)
 
     def rewind(self, count: int, refs: int, why: str) -> None:
         """Drops all but the first calls and refs."""
-        del self.asked[count:], self.results[count:]
+        del self.requests[count:], self.results[count:]
         while len(self.refs) > refs:
             key, _ = self.refs.popitem()
             del self._places[key]
@@ -66,22 +66,16 @@ class RequestList:
         self._pending = [pending for pending in self._pending if pending.request < count]
 
     def send(self, controller: Controller, staging: int, *, is_awaited: bool) -> tuple[PlanTracker, Submission]:
-        """Sends all calls as one plan and settles what they make; only `results` are kept (P5).
+        """Sends all calls as one plan and settles their placeholders; only `results` stay (P5).
 
-        `is_awaited` is as in `send_prepared`.
+        `is_awaited` is as in `send`.
         """
-        submission = Submission(
-            asked=tuple(self.asked),
-            refs=self.refs,
-            results=tuple(self.results),
-            staging=staging,
-            is_batch=True,
-        )
-        tracker = submission.send(controller, is_awaited=is_awaited)
+        submission = Submission(prepare(tuple(self.requests), staging, tuple(self.refs)), self.refs, self.results)
+        tracker, results = send(controller, *submission, is_awaited=is_awaited)
         for pending in self._pending:
-            pending._settle(made(pending, tracker), _UNSENT)
+            pending._settle(made_by(tracker, pending), _UNSENT)
         self.clear()
-        self.results = submission.given(tracker)
+        self.results = results
         return tracker, submission
 
 

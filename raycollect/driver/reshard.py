@@ -82,7 +82,7 @@ def reshard_refs(
     Raises:
         LayoutError: The layouts do not fit each other, or the tensors do not fit them; has all holes, overlaps,
             differences and tensors without a layout. Nothing has moved.
-        CollectiveTimeoutError: A method has not returned in time, and what it makes had to be known, as there are
+        CollectiveTimeoutError: A method has not returned in time, and its tensors had to be known, as there are
             patterns, or no layouts.
         RefusedError, GroupError, FaultError: As `allreduce_refs`.
     """
@@ -118,7 +118,7 @@ class ReshardCall(Call):
         reshard = Reshard(held, wanted, tuple(given), tuple(taken))
         compiled = self._compiled(
             [(rank, given.get(rank), taken.get(rank)) for rank in reshard.ranks],
-            [(rank, one if inplace else None) for rank, one in taken.items()],
+            [(rank, operand if inplace else None) for rank, operand in taken.items()],
             is_list=True,
             inplace=inplace,
             snapshot=snapshot and inplace,
@@ -130,11 +130,11 @@ class ReshardCall(Call):
         named = {"": given} if isinstance(given, Layout) else given
         if named is None:
             return SideLayouts(name, None)
-        if not isinstance(named, Mapping) or not all(isinstance(one, Layout) for one in named.values()):
+        if not isinstance(named, Mapping) or not all(isinstance(layout, Layout) for layout in named.values()):
             expected = "a Layout (see raycollect.layout), a dict of Layouts by name or pattern, or None for DTensors"
             self._wrong(name, given, expected)
             return SideLayouts(name, {})
-        return SideLayouts(name, {str(key): one for key, one in named.items()})
+        return SideLayouts(name, {str(key): layout for key, layout in named.items()})
 
     def _named(self, src: SideLayouts, dst: SideLayouts) -> tuple[Named, Named]:
         """The layouts by name alone."""
@@ -146,11 +146,11 @@ class ReshardCall(Call):
         return tuple(src.layouts.items()), tuple(dst.layouts.items())
 
     def _held(self, name: str) -> list[HeldTensors] | None:
-        """The names and placements of the tensors that the refs hold; None where they are still to be made."""
+        """The names and placements of the refs' tensors; None if they do not exist yet."""
         operands = self._bound[name]
-        if any(one.ref is None or type(one.ref) is Pending for one in operands.values()):
+        if any(operand.ref is None or type(operand.ref) is Pending for operand in operands.values()):
             return None
-        refs = {rank: one.ref for rank, one in operands.items()}
+        refs = {rank: operand.ref for rank, operand in operands.items()}
         left_s = self._wait.deadline.left_s()
         limit_s = self._limit_s if left_s is None else left_s
         handles, violations = held_values.handles_of(refs, limit_s, self.name, self._group_name)
@@ -165,5 +165,5 @@ class ReshardCall(Call):
         return name == "dst_refs"
 
     def _find(self, operands: Mapping[str, list[Operand]]) -> Membership:
-        actors = {one.actor_id: one for side in operands.values() for one in side}
+        actors = {operand.actor_id: operand for side in operands.values() for operand in side}
         return super()._find({"refs": list(actors.values())})

@@ -1,4 +1,4 @@
-"""The layouts of one side of a reshard: by name, by pattern, or said by DTensors."""
+"""The layouts of one side of a reshard: by name, by pattern, or those of DTensors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from raycollect.planner.reshard import naming
 from raycollect.pos.handle import Handle
 
 HeldTensors = Mapping[str, Placement | None]
-"""What one ref holds: the placement of each tensor by name; None for one that is no DTensor."""
+"""The tensors of one ref: the placement of each by name; None for a tensor that is no DTensor."""
 
 
 def held_tensors(handle: Handle) -> HeldTensors:
-    """What a handle stands for; nothing where that is neither a tensor nor a dict of them, which the ranks refuse."""
+    """The tensors of a handle; empty if it is neither a tensor nor a dict of tensors, which the ranks refuse."""
     if handle.structure == TENSOR:
         names: tuple[str, ...] = ("",)
     elif any(item != TENSOR for item in handle.structure.items):
@@ -29,11 +29,11 @@ def held_tensors(handle: Handle) -> HeldTensors:
 
 
 class SideLayouts:
-    """What a call says of one side.
+    """The layouts of one side of a call.
 
     Attributes:
         layouts: Layouts by name, or by pattern until they are resolved.
-        is_open: Whether names, or all of them, have to come from elsewhere.
+        is_open: Whether names are missing, as there are patterns or no layouts.
         violations: What is wrong so far.
     """
 
@@ -45,18 +45,18 @@ class SideLayouts:
         self.violations: list[Violation] = list(naming.pattern_faults(side, self._said))
 
     def resolve_held(self, held: Sequence[HeldTensors] | None, names: Iterable[str]) -> None:
-        """Names the layouts as the refs do, or, where it is not known what these hold, as the other side does."""
+        """Names the layouts by the tensors of the refs, or, if these are unknown, by the names of the other side."""
         if held is not None:
             self.layouts, missing = naming.of_held(self._said, _keys(held))
             self._read(missing, held)
             return
-        known = [name for name in names if not naming.is_pattern(name)]
-        if not self._said or not known:
+        concrete = [name for name in names if not naming.is_pattern(name)]
+        if not self._said or not concrete:
             self._unknown()
-        self.layouts, _ = naming.of_names(self._said, known)  # the planner tells which are missing
+        self.layouts, _ = naming.of_names(self._said, concrete)  # the planner tells which are missing
 
     def resolve(self, names: Iterable[str], look: Callable[[], Sequence[HeldTensors] | None]) -> None:
-        """Names the layouts as the other side does; `look` tells what the refs hold, for what has no layout then."""
+        """Names the layouts by the names of the other side; `look` reads the refs, for tensors without a layout."""
         if self._said:
             self.layouts, missing = naming.of_names(self._said, names)
             if missing:
@@ -71,15 +71,15 @@ class SideLayouts:
     def _read(self, names: Iterable[str], held: Sequence[HeldTensors]) -> None:
         missing = []
         for name in names:
-            placements = [one.get(name) for one in held]
+            placements = [tensors.get(name) for tensors in held]
             if not any(placements):
                 missing.append(name)
                 continue
-            found = layout_of_side(self._side, name, placements)
-            if isinstance(found, Layout):
-                self.layouts[name] = found
+            layout = layout_of_side(self._side, name, placements)
+            if isinstance(layout, Layout):
+                self.layouts[name] = layout
             else:
-                self.violations += found
+                self.violations += layout
         if missing:
             self.violations.append(naming.unmatched(self._side, missing, self._said))
 
@@ -90,4 +90,4 @@ class SideLayouts:
 
 
 def _keys(held: Sequence[HeldTensors]) -> list[str]:
-    return list(dict.fromkeys(name for one in held for name in one))
+    return list(dict.fromkeys(name for tensors in held for name in tensors))

@@ -1,4 +1,4 @@
-"""Reports who is waited for and what they do instead, where a plan takes long or is late."""
+"""Reports the ranks that a slow or late plan waits for, and their activity."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _log = logging.getLogger("raycollect")
 
 FIRST_S = 1.0  # how long a wait goes on before anything is watched, in seconds
 
-_NOT_READY = (BEGINS, BEHIND_METHODS, FOR_AN_OPERAND)  # the steps of a rank that has not come to the collective yet
-LOOK_S = 2.0  # how long participants may take to say what they are doing, in seconds
+_NOT_READY = (BEGINS, BEHIND_METHODS, FOR_AN_OPERAND)  # the steps of a rank that has not begun the collective
+LOOK_S = 2.0  # how long participants may take to report their activity, in seconds
 
 
 def wait(
     controller: Controller, tracker: PlanTracker, timeout_s: float | None, *, progress: bool | None = None
 ) -> bool:
-    """Waits for a plan's outcome in the calling thread, with `Attention`; False where it is not known in time.
+    """Waits for a plan's outcome in the calling thread, with `Attention`; False if it is not known in time.
 
-    A plan whose own deadline comes first fails then.
+    A plan whose own deadline is earlier fails at that deadline.
     """
     limit_s = None if tracker.deadline is NEVER else tracker.deadline.left_s()
     left_s = min(math.inf if timeout_s is None else timeout_s, math.inf if limit_s is None else limit_s)
@@ -71,16 +71,16 @@ def _finite(seconds: float) -> float | None:
 
 
 class Attention(timers.Watcher):
-    """Watches a plan around a wait: warns once where that lasts, and ends a plan that hangs.
+    """Watches a plan during a wait: warns once if the wait is long, and ends a plan that hangs.
 
-    A plan hangs where some participants have ended it and others, which arrived at the agreement as well, have not
-    for its time limit: nobody in a collective waits for these, so no other limit ends it.
+    A plan hangs if some participants have ended it and others, which arrived at the agreement as well, have not
+    for its time limit: no rank waits for these, so no other limit ends it.
 
     Args:
         controller: The plan's.
         tracker: The plan.
         waited_s: How long the wait has lasted, in seconds.
-        within_s: How long it may last in all; nothing that is due then, or later, is done.
+        within_s: The limit of the wait; checks that are due later are left out.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Attention(timers.Watcher):
         self.stop()
 
     def look(self) -> float:
-        """Does what is due, in another thread: the participants may take long."""
+        """Starts the checks that are due, in another thread: the participants may take long."""
         if not self._tracker.resolved:
             threads.call_in_helper(threads.survives, self._look_apart)
         return math.inf
@@ -132,25 +132,23 @@ class Attention(timers.Watcher):
         tracker = self._tracker
         members = [tracker.member(at) for at in range(len(tracker.plan.participants))]
         seen = self._controller.participants.look(members, LOOK_S)
-        left = [
-            at for at, one in enumerate(seen) if tracker.is_pending(at) and (one is None or one.ended < tracker.seq)
-        ]
+        left = [at for at, answer in enumerate(seen) if tracker.is_pending(at) and not _is_past(tracker, answer)]
         return frozenset(left if len(left) < len(seen) else ())
 
     def _end(self, positions: Sequence[int]) -> None:
         tracker = self._tracker
-        names = listed(f"rank {one.rank} ({one.actor})" for one in map(tracker.member, positions))
+        names = listed(f"rank {member.rank} ({member.actor})" for member in map(tracker.member, positions))
         error = CollectiveTimeoutError(
             missing=tuple(tracker.member(at).rank for at in positions),
             timeout_s=self._limit_s,
             detail=f"for {self._limit_s:g} s these have not ended what others have: {names}",
         )
-        self._controller.plans.send(tracker, tracker.fail(error))
+        self._controller.plans.fail(tracker, error)
 
 
 def _warn(controller: Controller, tracker: PlanTracker) -> None:
     late = _pending(tracker)
-    told = listed(_reports(tracker, late, _asked(controller, tracker, late, LOOK_S)), "\n  - ")
+    reports = listed(_reports(tracker, late, _ask(controller, tracker, late, LOOK_S)), "\n  - ")
     if tracker.resolved:  # meanwhile
         return
     _log.warning(
@@ -159,14 +157,14 @@ def _warn(controller: Controller, tracker: PlanTracker) -> None:
         tracker.group_name,
         tracker.seq,
         QUIET_S,
-        told,
+        reports,
     )
 
 
 def explain_delay(
     controller: Controller, tracker: PlanTracker, error: CollectiveTimeoutError, timeout_s: float = LOOK_S
 ) -> None:
-    """Adds to an error what those are doing whom it names, or else all who have not ended; asks once."""
+    """Adds reports to an error, once: of the ranks that it names, or of all that have not ended."""
     if not error.reports:
         threads.survives(_explain_delay, controller, tracker, error, timeout_s)  # the error matters more
 
@@ -177,16 +175,16 @@ def _explain_delay(
     overdue = tracker.overdue if error is tracker.error else None
     if overdue is not None:
         seen = look_answers(overdue.looks, min(timeout_s, LOOK_S))
-        left = [one for one in overdue.late if not _is_past(tracker, seen[one.actor_id])]
+        left = [member for member in overdue.late if not _is_past(tracker, seen[member.actor_id])]
         _name(error, tracker, overdue, left, seen, timeout_s)
     else:
-        group = next((one for one in tracker.groups if one.spec.name == error.group_name), None)
+        group = next((group for group in tracker.groups if group.spec.name == error.group_name), None)
         members = group.members if group is not None else ()
         named = [members[rank] for rank in error.missing if rank < len(members)]
         told_of = named or _pending(tracker)
-        seen = _asked(controller, tracker, told_of, timeout_s)
+        seen = _ask(controller, tracker, told_of, timeout_s)
         error.reports = _reports(tracker, told_of, seen)
-    cut = {link for one in seen.values() if one is not None for link in one.cut}
+    cut = {link for answer in seen.values() if answer is not None for link in answer.cut}
     error.cut = tuple(sorted({*error.cut, *sockets.cut_links(), *cut}))
 
 
@@ -198,48 +196,48 @@ def _name(
     seen: Mapping[str, Seen | None],
     timeout_s: float,
 ) -> None:
-    """Has an error name and report who did not come, or did not leave; without any it reports all who are late."""
+    """Sets the ranks of an error that never arrived, or did not leave; without any, it reports all late ranks."""
     reports = _reports(tracker, late, seen)
     absent = _absent(reports)
     named = absent or _reports(tracker, _stuck(tracker, overdue, timeout_s), seen)
-    error.reports, error.missing = named or reports, tuple([one.rank for one in named])
-    names = [f"rank {one.rank} ({one.actor})" for one in error.reports]
+    error.reports, error.missing = named or reports, tuple([report.rank for report in named])
+    names = [f"rank {report.rank} ({report.actor})" for report in error.reports]
     error.detail = error.describe_missing(names, ()) if absent else error.unfinished(names)
 
 
 def _stuck(tracker: PlanTracker, overdue: Overdue, timeout_s: float) -> list[Member]:
-    """Who did not leave an overdue plan at its abort, as others did."""
-    found = overdue.stuck.result() if answered([overdue.stuck], min(timeout_s, LOOK_S)) else ()
-    return [tracker.member(at) for at in found] if len(found) < len(tracker.plan.participants) else []
+    """The ranks that did not leave an overdue plan at its abort; empty if no rank left."""
+    positions = overdue.stuck.result() if answered([overdue.stuck], min(timeout_s, LOOK_S)) else ()
+    return [tracker.member(at) for at in positions] if len(positions) < len(tracker.plan.participants) else []
 
 
 def _absent(reports: Sequence[RankReport]) -> tuple[RankReport, ...]:
-    """Who did not come, of those who have not ended a plan in time; empty where all are in its kernels."""
-    some_wait = any(one.step.endswith(IN_CHECK) for one in reports)
+    """The ranks that never arrived, of those that have not ended a plan in time; empty if all are in its kernels."""
+    some_wait = any(report.step.endswith(IN_CHECK) for report in reports)
 
-    def is_here(one: RankReport) -> bool:
-        if not one.answers or not one.has_begun or not one.step or one.step.endswith(_NOT_READY):
+    def is_here(report: RankReport) -> bool:
+        if not report.answers or not report.has_begun or not report.step or report.step.endswith(_NOT_READY):
             return False
-        return one.step.endswith(IN_CHECK) or not some_wait
+        return report.step.endswith(IN_CHECK) or not some_wait
 
-    return tuple([one for one in reports if not is_here(one)])
+    return tuple([report for report in reports if not is_here(report)])
 
 
-def _asked(
+def _ask(
     controller: Controller, tracker: PlanTracker, members: Sequence[Member], timeout_s: float
 ) -> dict[str, Seen | None]:
-    """What members, and all who take part, say of themselves, by actor: those who wait know since when."""
+    """The activity of members and of all participants, by actor: waiting ranks report how long they have waited."""
     everyone = [tracker.member(at) for at in range(len(tracker.plan.participants))]
-    asked = list({one.actor_id: one for one in (*members, *everyone)}.values())
-    said = controller.participants.look(asked, min(timeout_s, LOOK_S))
-    return dict(zip((one.actor_id for one in asked), said, strict=True))
+    everybody = list({member.actor_id: member for member in (*members, *everyone)}.values())
+    said = controller.participants.look(everybody, min(timeout_s, LOOK_S))
+    return dict(zip((member.actor_id for member in everybody), said, strict=True))
 
 
 def _reports(
     tracker: PlanTracker, members: Sequence[Member], seen: Mapping[str, Seen | None]
 ) -> tuple[RankReport, ...]:
-    """What members that take part in a plan are doing; those who have not begun it come first."""
-    found = [
+    """The reports of members that take part in a plan; those that have not begun it are first."""
+    reports = [
         report_of(
             member.rank,
             member.actor,
@@ -250,24 +248,24 @@ def _reports(
         )
         for member in members
     ]
-    return tuple(sorted(found, key=lambda report: report.has_begun))
+    return tuple(sorted(reports, key=lambda report: report.has_begun))
 
 
 def step_of(tracker: PlanTracker, seen: Seen | None) -> str:
-    """Where in a plan a participant is, in words; empty where it is not in it."""
+    """The step of a plan in which a participant is, in words; empty if it does not run the plan."""
     return "" if seen is None else dict(zip(seen.running, seen.steps, strict=False)).get(tracker.seq, "")
 
 
 def awaited_s(tracker: PlanTracker, actor_id: str, seen: Mapping[str, Seen | None]) -> float:
-    """How long others have waited for a participant at an agreement, in seconds; 0: nobody waits for it.
+    """How long others have waited for a participant at an agreement, in seconds; 0: no rank waits for it.
 
-    `seen` is what the participants have said of themselves, by actor; one who gave no answer has arrived nowhere.
+    `seen` are the participants' answers by actor; a participant without an answer has arrived nowhere.
     """
     position, mine = tracker.plan.positions.get(actor_id, -1), seen.get(actor_id)
     if position < 0 or _has_done(tracker, mine):
         return 0.0
     last = max(_checks(tracker, mine), default=-1)
-    others = [_checks(tracker, one).items() for other, one in seen.items() if other != actor_id]
+    others = [_checks(tracker, answer).items() for other, answer in seen.items() if other != actor_id]
     at = {check: position in tracker.plan.places_at(check - tracker.seq) for checks in others for check, _ in checks}
     waits = [s for checks in others for check, s in checks if check > last and at[check]]
     return max(waits, default=0.0)
@@ -275,7 +273,7 @@ def awaited_s(tracker: PlanTracker, actor_id: str, seen: Mapping[str, Seen | Non
 
 def _checks(tracker: PlanTracker, seen: Seen | None) -> dict[int, float]:
     """The launches whose agreement a participant has arrived at, and how many seconds ago."""
-    if seen is None or not _has_begun(tracker, seen):  # its own (imperative) calls have numbers, too
+    if seen is None or not _has_begun(tracker, seen):  # members' own calls have numbers, too
         return {}
     return {
         check: since_ms / 1000
@@ -293,12 +291,12 @@ def _has_begun(tracker: PlanTracker, seen: Seen | None) -> bool:
 
 
 def _is_past(tracker: PlanTracker, seen: Seen | None) -> bool:
-    """Whether it has ended a plan, however."""
+    """Whether it has ended a plan, in any way."""
     return seen is not None and seen.ended >= tracker.seq
 
 
 def _has_done(tracker: PlanTracker, seen: Seen | None) -> bool:
-    """Whether it has ended a plan that did not fail: after a failure, those who never began count as ended, too."""
+    """Whether it has ended a plan that did not fail: after a failure, ranks that never began count as ended, too."""
     return tracker.error is None and _is_past(tracker, seen)
 
 

@@ -36,7 +36,7 @@ class StepPlan(Plan):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return self.requests[0].name if len(self.requests) == 1 else "captured step"
 
     @property
@@ -84,10 +84,10 @@ class StepPlan(Plan):
 
     def heard(self, position: int, error: RefusedError) -> Sequence[int]:
         """The positions that have heard a refusal, which a participant reports: those of its stage."""
-        number = max((one.call for one in error.violations), default=0)
-        stage = next((one for one in reversed(self.stages) if one.first <= max(number, 0)), None)
+        number = max((violation.call for violation in error.violations), default=0)
+        stage = next((stage for stage in reversed(self.stages) if stage.first <= max(number, 0)), None)
         return stage.positions if stage is not None and position in stage.positions else ()
 
     def _stage_of(self, launch: int) -> Stage | None:
-        found = [stage for stage in self.stages if stage.offset <= launch]
-        return found[-1] if found and 0 <= launch < self.width else None
+        begun = [stage for stage in self.stages if stage.offset <= launch]
+        return begun[-1] if begun and 0 <= launch < self.width else None

@@ -1,8 +1,8 @@
 """The runs of one captured step: how they begin, are waited for, and end with the step.
 
-A participant at a doorbell ends its part of a run by a word in shared memory, which no thread of the driver watches:
-whoever waits for a run, or asks how it went, reads it. What does not fit there, what other machines say, and every
-failure comes over the channel.
+A participant with a doorbell ends its part of a run by a word in shared memory, which no thread of the driver watches:
+the waiter of a run reads it. Answers that do not fit there, answers of other machines, and every
+failure arrive over the channel.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from raycollect.errors import (
     CaptureBrokenError,
     CaptureError,
     CollectiveTimeoutError,
-    DispatchError,
     FaultError,
     MethodError,
     PlanAbortedError,
@@ -47,7 +46,7 @@ from raycollect.planner import Membership
 from raycollect.ray_bridge import ray_actors
 from raycollect.ray_bridge.submitted_calls import NOTHING, AllHeld, SubmittedCalls
 
-_SLICE_S = 0.5  # how long a thread sleeps that is not woken, in seconds
+_SLICE_S = 0.5  # the longest sleep of a waiting thread, in seconds
 
 
 class RunTracker(PlanTracker):
@@ -68,7 +67,7 @@ class RunTracker(PlanTracker):
         self._runs = runs
         self.location = runs.location
         self.writes = runs.writes
-        self._is_chain = True  # methods do not hear that a rank broke
+        self._is_chain = True  # methods do not learn that a rank has failed
         self.number = number
         self.place: int = runs.begun
         self.results: list[bytes | None] = [None] * len(runs.step_plan.participants)
@@ -82,7 +81,7 @@ class RunTracker(PlanTracker):
         with Deferred():
             try:
                 while True:
-                    self._runs.waiting.add(me)  # before it looks, so that it is woken
+                    self._runs.waiting.add(me)  # before `look`, so that no wake-up is missed
                     if self.is_known:
                         return True
                     left_s = _SLICE_S if until_s == inf else min(_SLICE_S, until_s - monotonic())
@@ -98,23 +97,22 @@ class RunTracker(PlanTracker):
                 self._runs.waiting.discard(me)
 
     def look(self) -> None:
-        """Takes what participants have said in shared memory."""
+        """Takes the participants' answers in shared memory."""
         doorbell = self._runs.doorbell
         if doorbell is None or not self._slots:
             return
-        with Deferred():
-            slots, ended, left = self._slots, [], {}
-            for position, payload in zip(slots, doorbell.answers(self.number, slots.values()), strict=True):
-                if position not in self._pending:  # it has said otherwise that it has ended
-                    continue
-                if payload is None:
-                    left[position] = slots[position]
-                else:
-                    self.results[position] = payload
-                    ended.append(position)
-            if ended:
-                self._ended(ended, None, ())
-            self._slots = left
+        slots, ended, left = self._slots, [], {}
+        for position, payload in zip(slots, doorbell.answers(self.number, slots.values()), strict=True):
+            if position not in self._pending:  # it has reported its end over the channel
+                continue
+            if payload is None:
+                left[position] = slots[position]
+            else:
+                self.results[position] = payload
+                ended.append(position)
+        if ended:
+            self._ended(ended, None, ())
+        self._slots = left
 
     def answered(self, position: int, payload: bytes) -> None:
         """A participant has ended well and returns values; any thread may call it."""
@@ -135,10 +133,10 @@ class RunTracker(PlanTracker):
 
 @dataclass(frozen=True, eq=False)
 class _StepErrorLocator(ErrorLocator):
-    """Also names the calls and values of the step, by `told`."""
+    """Also names the calls and values of the step, by `reword`."""
 
     plan: StepPlan
-    told: Callable[[RaycollectError], RaycollectError]
+    reword: Callable[[RaycollectError], RaycollectError]
 
     def home(self, position: int) -> tuple[Membership, Member]:
         return self.plan.homes[max(position, 0)]
@@ -150,12 +148,12 @@ class _StepErrorLocator(ErrorLocator):
         self, position: int, error: RaycollectError, story: tuple[str, ...], missing_now: RankNames
     ) -> RaycollectError:
         if position < 0 and isinstance(error, CollectiveTimeoutError):
-            return self.told(error)  # it says all
+            return self.reword(error)  # it says all
         method = error.op if isinstance(error, MethodError) else ""
-        found = super().locate(position, error, story, missing_now)
-        if method and isinstance(found, FaultError):
-            found.op = method
-        return self.told(found)
+        located = super().locate(position, error, story, missing_now)
+        if method and isinstance(located, FaultError):
+            located.op = method
+        return self.reword(located)
 
 
 class StepRuns:
@@ -173,13 +171,13 @@ class StepRuns:
         doorbell: Doorbell | None = None,
         slots: Sequence[int] = (),
         peers: Sequence[ParticipantLink] = (),
-        told: Callable[[RaycollectError], RaycollectError] = lambda error: error,
+        reword: Callable[[RaycollectError], RaycollectError] = lambda error: error,
     ) -> None:
         self.step_plan = step_plan
         self.memberships: tuple[Membership, ...] = tuple(memberships)
         self.refs: dict[Key, Any] = dict(refs)
         self.is_closed: bool = False
-        self.location: ErrorLocator = _StepErrorLocator(step_plan, self.memberships, tuple(keys), told)
+        self.location: ErrorLocator = _StepErrorLocator(step_plan, self.memberships, tuple(keys), reword)
         self._failure: RaycollectError | None = None
         written = {keys[source]: writes for source, writes in step_plan.uses().items()}  # type: ignore[call-overload]
         self.writes: dict[Key, bool] = {**written, **dict.fromkeys(step_plan.touched, True)}
@@ -196,7 +194,7 @@ class StepRuns:
         self.begun: int = 0  # how many runs there were
         self.waiting: set[int] = set()  # the threads that wait for runs
         self._after: dict[int, list[bytes]] = {}  # the calls that runs under way wait for, by run and position
-        self._passed = [NOTHING] * len(self._slots)  # by position, the last call that runs need not wait for any more
+        self._passed = [NOTHING] * len(self._slots)  # by position, the last call that is known to have ended
         self._calls = _ordered(self._links)
 
     # ------------------------------------------------------------------------------------------ beginning
@@ -205,7 +203,7 @@ class StepRuns:
         """Begins a run, inside of `Deferred`; waits for the oldest where `IN_FLIGHT` are under way."""
         while True:
             calls = self._calls
-            # First, as in `send_prepared`: what comes later takes its place behind the run on all actors at once
+            # All locks at once, as in `send`
             with AllHeld(calls), self.plans.dispatching:
                 if self.is_closed or self.failure is not None or self.plans.revision is not self._revision:
                     self._check()
@@ -220,17 +218,17 @@ class StepRuns:
     def _crowded(self, oldest: RunTracker, deadline: Deadline) -> CollectiveTimeoutError:
         """No run could begin in time, as as many as may be under way are."""
         late = [home for at, home in enumerate(self.step_plan.homes) if oldest.is_pending(at)]
-        names = listed(f"rank {one.rank} ({one.actor})" for _, one in late)
+        names = listed(f"rank {member.rank} ({member.actor})" for _, member in late)
         return CollectiveTimeoutError(
             op=self.step_plan.name,
             group_name=oldest.group_name,
             detail=f"{IN_FLIGHT} runs are under way, and run {oldest.place} has not ended in time on {names}",
-            missing=tuple([one.rank for group, one in late if group is late[0][0]]),
+            missing=tuple([member.rank for group, member in late if group is late[0][0]]),
             timeout_s=deadline.timeout_s,
         )
 
     def read(self, position: int, submit: Callable[[Any], Any]) -> Any:
-        """Submits a call to a participant's actor that later runs need not come after; returns what `submit` does."""
+        """Submits a call to a participant's actor that later runs need not wait for; returns the result of `submit`."""
         actor = ray_actors.actor_handle(self.step_plan.participants[position])  # the lease may have ended
         calls = self._links[position][0].calls if self._links else None
         if calls is None:
@@ -247,7 +245,7 @@ class StepRuns:
         return next((tracker for tracker in tuple(self._under_way) if not tracker.resolved), None)
 
     def _check(self) -> None:
-        """Raises what is wrong with the step, and finds the participants again after a change of groups."""
+        """Raises the reason why the step can't run, and finds the participants again after a change of groups."""
         if self.is_closed:
             raise CaptureError(detail="this captured step is closed: capture it again to run it")
         if self.failure is not None:
@@ -265,13 +263,13 @@ class StepRuns:
         self._revision = revision
 
     def _calls_before(self) -> list[bytes]:
-        """The last call of each actor, behind which the next run comes."""
-        found = []
+        """The last call of each actor, which the next run follows."""
+        preceding = []
         for (peer, _), passed in zip(self._links, self._passed, strict=True):
             calls = peer.calls
-            last = NOTHING if calls is None else calls.last  # without an order of its methods there is none
-            found.append(UNKNOWN_TASK if last is None else NOTHING if last == passed else last)
-        return found
+            last = NOTHING if calls is None else calls.last  # NOTHING: its methods have no order
+            preceding.append(UNKNOWN_TASK if last is None else NOTHING if last == passed else last)
+        return preceding
 
     def _send(self, arguments: Sequence[bytes], deadline: Deadline, after: list[bytes]) -> RunTracker:
         """Sends a run to all, behind the calls `after`."""
@@ -286,10 +284,10 @@ class StepRuns:
             self._after[seq] = after
         try:
             self._tell(tracker, arguments, after)
-        except Exception as exc:  # noqa: BLE001 - whatever Ray raises: who was told of the run hears that it has ended
+        except Exception as exc:  # noqa: BLE001 - any of Ray's: participants that got the run are told of its end
             self._stop_short(tracker, exc)
             return tracker
-        if plans.revision is not self._revision:  # who ended a group meanwhile may not have seen this run
+        if plans.revision is not self._revision:  # the thread that ended a group meanwhile may not have seen this run
             self._look_again(tracker)
         return tracker
 
@@ -301,7 +299,7 @@ class StepRuns:
             self._groups.check(self.memberships)
         except RaycollectError as exc:
             given_back = [at for at, (peer, _) in enumerate(self._links) if peer.actor is None]
-            self.plans.send(tracker, tracker.fail(strip_traceback(exc), unsent=given_back))
+            self.plans.fail(tracker, strip_traceback(exc), unsent=given_back)
 
     def _tell(self, tracker: RunTracker, arguments: Sequence[bytes], after: list[bytes]) -> None:
         seq, number, doorbell = tracker.seq, tracker.number, self.doorbell
@@ -327,21 +325,10 @@ class StepRuns:
         """Ends a run that could not be sent to all."""
         last = len(self._links) - 1
         at = next((at for at, (peer, _) in enumerate(self._links) if peer.last_seq != tracker.seq), last)
-        self.plans.send(tracker, tracker.fail(self._unsent(at, exc), unsent=range(at, last + 1)))
-
-    def _unsent(self, at: int, exc: Exception) -> RaycollectError:
-        group, member = self.step_plan.homes[at]
-        name, detail = group.spec.name, f"{type(exc).__name__}: {exc}"
-        error = DispatchError(group_name=name, rank=member.rank, actor=member.actor, detail=detail)
-        error.__cause__ = exc
-        return strip_traceback(error)
+        error = self._links[at][0].unsent(exc, tracker.member(at).rank)
+        self.plans.fail(tracker, error, unsent=range(at, last + 1))
 
     # ------------------------------------------------------------------------------------------ the end
-
-    def abort(self, tracker: RunTracker, error: RaycollectError) -> None:
-        """Ends a run here and on all participants."""
-        with Deferred():
-            self.plans.send(tracker, tracker.fail(error))
 
     @property
     def failure(self) -> RaycollectError | None:
@@ -364,8 +351,8 @@ class StepRuns:
             detail = f"run {tracker.place} of this captured step failed before ({type(tracker.error).__name__})"
             for other in reversed(tuple(self._under_way)):
                 if other.place > tracker.place:
-                    self.abort(other, PlanAbortedError(detail=detail))
-        if tracker.error is None or tracker.has_ended:  # it went well only where all have ended
+                    self.plans.fail(other, PlanAbortedError(detail=detail))
+        if tracker.error is None or tracker.has_ended:  # a run succeeds only after all have ended
             self.plans.remove(tracker)
         if self.doorbell is not None and self.waiting.difference((threading.get_ident(),)):
             self.doorbell.wake()
@@ -380,21 +367,21 @@ class StepRuns:
         self.plans.dispatching.soon(self.let_go)
 
     def let_go_idle(self) -> bool:
-        """`close` for who holds `dispatching`; does nothing and returns False where a run is under way."""
+        """`let_go` if no run is under way; False otherwise."""
         if not self.is_idle:
             return False
         self.let_go()
         return True
 
     def let_go(self) -> None:
-        """`close` for who holds `dispatching`."""
+        """`close`, for a caller that holds `dispatching`."""
         if self.is_closed:
             return
         self.is_closed = True
         for tracker in tuple(self._under_way):
             tracker.resolved  # noqa: B018 - so that those that have ended have ended well
         for tracker in reversed(tuple(self._under_way)):
-            self.abort(tracker, PlanAbortedError(detail="its captured step was closed"))
+            self.plans.fail(tracker, PlanAbortedError(detail="its captured step was closed"))
         for peer, _ in self._links:
             peer.send(Forget(capture=self._capture))
         self.refs = {}

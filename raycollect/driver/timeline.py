@@ -21,7 +21,7 @@ from raycollect.ray_bridge import ray_session
 
 
 class Timeline(BoundToProcess):
-    """What `timeline` returns: a recording under way, or its outcome. A context manager; leaving the block stops it.
+    """A recording of `timeline`, under way or ended. A context manager; leaving the block stops it.
 
     Attributes:
         path: The file that is written; None: none.
@@ -54,9 +54,9 @@ class Timeline(BoundToProcess):
         return 0 if self.trace is None else self.trace.dropped
 
     def stop(self) -> Timeline:
-        """Ends the recording, collects what participants have recorded, and writes the file. May be called twice.
+        """Ends the recording, collects the participants' records, and writes the file. May be called twice.
 
-        Waits for answers as long as `timeline` was told; participants that give none are in `missing`.
+        Waits for answers for the `timeout_s` of `timeline`; participants without one are in `missing`.
 
         Raises:
             OSError: The file can't be written; `trace` is set all the same.
@@ -70,7 +70,7 @@ class Timeline(BoundToProcess):
         return self
 
     def summary(self) -> Summary:
-        """What was recorded so far, in numbers (`SummaryRow`)."""
+        """A summary of the records so far (`SummaryRow`)."""
         return summarize(self.trace if self.trace is not None else self._tracing.peek(self._timeout_s))
 
     @html.shown
@@ -98,7 +98,7 @@ def timeline(
 ) -> Timeline:
     """Records where the time of collectives goes: in this process, and on all participants that it drives.
 
-    Participants that are leased later record from then on. What is recorded, and what it costs, stands in
+    Participants that are leased later record from then on. The contents and the cost of records are described in
     docs/timeline.md.
 
     Args:
@@ -123,14 +123,14 @@ def timeline(
         _observe(tracing)
         tracing.begun()  # runs by the doorbell would overtake the message
         return Timeline(target, tracing, timeout_s)
-    except BaseException:  # a signal: nobody could stop it any more
+    except BaseException:  # or of a signal handler: the caller has no `Timeline` to stop
         _observe(None)
         tracing.end(0.0)
         raise
 
 
 def summary() -> Summary:
-    """What the timeline that runs, or ran last, comes to: a row per group, operation and backend.
+    """Summarizes the current or last timeline: a row per group, operation and backend.
 
     Raises:
         TimelineError: There was none in this process.

@@ -1,4 +1,4 @@
-"""Fetching and freeing what refs stand for, in the order of this process's collectives."""
+"""Fetches and frees the values of refs, in the order of this process's collectives."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 
 _HELD = (ray.ObjectRef, Handle)
 
-_COPY_S = 5.0  # the least time for all copies, in seconds: the caller's limit is for what is still on its way
+_COPY_S = 5.0  # the least time for all copies, in seconds: the caller's limit is for methods and collectives
 
 
 _AT_ONCE = 8  # from how many holders values are fetched at once
@@ -72,10 +72,10 @@ def get(refs: Any, timeout_s: float | None = None, *, ordered: bool = False) -> 
         The value, or the list of values.
 
     Raises:
-        TensorFreedError, TensorLostError, TensorDirtyError: The tensor is gone, or half written.
+        TensorFreedError, TensorLostError, TensorDirtyError: The tensor was freed, lost, or is half written.
         HolderUnreachableError: The process that holds it could not be reached in time.
         GetTimeoutError: Ray's own: the method, or a collective that writes the tensor, has not ended in time.
-        BatchError: A ref is still to be made by a batch that has not ended.
+        BatchError: A ref is an output of a batch that has not ended.
         InvalidArgumentError: An argument makes no sense; `ordered` in a process that never had a handle of the actor.
     """
     if timeout_s is not None or ordered is not False:
@@ -87,50 +87,50 @@ def get(refs: Any, timeout_s: float | None = None, *, ordered: bool = False) -> 
 def _get(refs: Any, until_s: float, ordered: bool) -> Any:
     leaves = list(map(plain, _leaves(refs)))
     _wait_for_writers(leaves, until_s)
-    values = _found_all(leaves, until_s)
+    values = _values(leaves, until_s)
     if ordered:
-        _pass_fences([one for one in values if isinstance(one, Handle)], until_s)
+        _pass_fences([value for value in values if isinstance(value, Handle)], until_s)
     return _filled(refs, iter(_fetched(values, until_s)))
 
 
 def _leaves(refs: Any) -> Iterator[Any]:
     if isinstance(refs, list):
-        for one in refs:
-            yield from _leaves(one)
+        for ref in refs:
+            yield from _leaves(ref)
     else:
         yield refs
 
 
 def _filled(refs: Any, values: Iterator[Any]) -> Any:
-    return [_filled(one, values) for one in refs] if isinstance(refs, list) else next(values)
+    return [_filled(ref, values) for ref in refs] if isinstance(refs, list) else next(values)
 
 
 def _pass_fences(handles: Sequence[Handle], until_s: float) -> None:
     """Waits until the actors have done all methods that were submitted before."""
-    actors = {one.actor_id: ray_actors.actor_handle(one.actor_id) for one in handles}
-    for one in handles:
-        if actors[one.actor_id] is None:
-            found, expected = f"True, and this process never had a handle of {one.actor}", "False without one"
-            raise refusal("get", "", (wrong_argument("ordered", found, expected),))
+    actors = {handle.actor_id: ray_actors.actor_handle(handle.actor_id) for handle in handles}
+    for handle in handles:
+        if actors[handle.actor_id] is None:
+            actual, expected = f"True, and this process never had a handle of {handle.actor}", "False without one"
+            raise refusal("get", "", (wrong_argument("ordered", actual, expected),))
     for fence in [actor._raycollect_fence.remote() for actor in actors.values()]:
-        _found(fence, until_s)
+        _value(fence, until_s)
 
 
 def _fetched(values: Iterable[Any], until_s: float) -> list[Any]:
     """Values, with those of handles fetched: from several holders at once, unless threads would take longer."""
-    found = list(values)
+    fetched = list(values)
     ends_s = max(until_s, time.monotonic() + _COPY_S)
     of_holders: dict[Address, list[int]] = {}
     nbytes = 0
-    for at, one in enumerate(found):
-        if isinstance(one, Handle):
-            of_holders.setdefault(one.address, []).append(at)
-            nbytes += sum(info.nbytes for info in one.infos)
+    for at, value in enumerate(fetched):
+        if isinstance(value, Handle):
+            of_holders.setdefault(value.address, []).append(at)
+            nbytes += sum(info.nbytes for info in value.infos)
 
     def fetch_some(places: Sequence[int]) -> None:
         for at in places:
-            handle = found[at]
-            found[at] = handle.fetch() if ends_s == math.inf else handle.fetch(ends_s - time.monotonic())
+            handle = fetched[at]
+            fetched[at] = handle.fetch() if ends_s == math.inf else handle.fetch(ends_s - time.monotonic())
 
     groups, at_once = list(of_holders.values()), _AT_ONCE if nbytes >= _AT_ONCE_FROM_NBYTES else 1
     mine, *others = [[*chain.from_iterable(groups[first::at_once])] for first in range(at_once)]
@@ -141,9 +141,9 @@ def _fetched(values: Iterable[Any], until_s: float) -> list[Any]:
         except RuntimeError:  # no thread can be started
             fetch_some(places)
     fetch_some(mine)
-    for one in fetching:
-        one.result()
-    return found
+    for value in fetching:
+        value.result()
+    return fetched
 
 
 def free(refs: Any, *, timeout_s: float | None = None) -> int:
@@ -155,15 +155,15 @@ def free(refs: Any, *, timeout_s: float | None = None) -> int:
         timeout_s: How long to wait for these, and for the methods that make the tensors, in seconds; None: no limit.
 
     Returns:
-        How many were held.
+        The number of freed tensors.
 
     Raises:
         GetTimeoutError: Ray's own: they have not ended in time; nothing was freed.
         InvalidArgumentError: `timeout_s` makes no sense.
         NotATensorError: A ref does not stand for a kept tensor.
-        TensorLostError: The participant is gone.
+        TensorLostError: The participant has ended.
         HolderUnreachableError: It could not be reached in time.
-        BatchError: A ref is still to be made by a batch that has not ended.
+        BatchError: A ref is an output of a batch that has not ended.
     """
     refuse("free", wrong_wait(timeout_s))
     ensure_ray("free", refs)
@@ -171,28 +171,28 @@ def free(refs: Any, *, timeout_s: float | None = None) -> int:
     leaves = list(map(plain, refs if isinstance(refs, (list, tuple)) else [refs]))
     _wait_for_writers(leaves, until_s, readers=True)
     held: dict[Address, list[Handle]] = {}
-    for ref, value in zip(leaves, _found_all(leaves, until_s), strict=True):
+    for ref, value in zip(leaves, _values(leaves, until_s), strict=True):
         if not isinstance(value, Handle):
-            found = f"one of {a_type(value)}, which is not kept"
-            violation = Violation(kind="not_tensor", field="ref", found=found, ref=ref.hex())
+            actual = f"one of {a_type(value)}, which is not kept"
+            violation = Violation(kind="not_tensor", field="ref", found=actual, ref=ref.hex())
             raise NotATensorError(op="free", group_name="", violations=(violation,))
         held.setdefault(value.address, []).append(value)
     for address, handles in held.items():
-        first, keys = handles[0], list(dict.fromkeys(one.key for one in handles))
+        first, keys = handles[0], list(dict.fromkeys(handle.key for handle in handles))
         count += fetch.free(address, keys, actor=first.actor, incarnation=first.incarnation)
     return count
 
 
-def _found_all(refs: Sequence[Any], until_s: float) -> list[Any]:
-    """What refs stand for; Ray brings all of them here at once."""
-    awaited = list(dict.fromkeys(one for one in refs if isinstance(one, ray.ObjectRef)))
+def _values(refs: Sequence[Any], until_s: float) -> list[Any]:
+    """The values of refs; Ray fetches all of them at once."""
+    awaited = list(dict.fromkeys(ref for ref in refs if isinstance(ref, ray.ObjectRef)))
     if len(awaited) > 1 and not any(map(direct_transport.is_direct, awaited)):
-        with suppress(ValueError):  # Ray knows no owner of one of them: `_found` names it
+        with suppress(ValueError):  # Ray knows no owner of one of them: `_value` names it
             ray.wait(awaited, num_returns=len(awaited), timeout=_left_s(until_s))
-    return [_found(one, until_s) for one in refs]
+    return [_value(ref, until_s) for ref in refs]
 
 
-def _found(ref: Any, until_s: float) -> Any:
+def _value(ref: Any, until_s: float) -> Any:
     if isinstance(ref, Handle):
         return ref
     try:
@@ -207,8 +207,8 @@ def _found(ref: Any, until_s: float) -> Any:
         if not actor_id or (actor is not None and not is_participant(actor)):
             raise
         who = "" if actor is None else ray_actors.describe_actor(actor)
-        found = f"lost with its actor ({type(exc).__name__})"
-        lost = Violation(kind="lost", field="tensor", found=found, actor=who, ref=key.hex())
+        actual = f"lost with its actor ({type(exc).__name__})"
+        lost = Violation(kind="lost", field="tensor", found=actual, actor=who, ref=key.hex())
         raise TensorLostError(op="get", group_name="", violations=(lost,)) from exc
 
 
@@ -217,12 +217,12 @@ def _left_s(until_s: float) -> float | None:
 
 
 def _wait_for_writers(refs: Iterable[Any], until_s: float, *, readers: bool = False) -> None:
-    keys = [one.key if isinstance(one, Handle) else Key(one.binary()) for one in refs if isinstance(one, _HELD)]
+    keys = [ref.key if isinstance(ref, Handle) else Key(ref.binary()) for ref in refs if isinstance(ref, _HELD)]
     controller = Controller.current()
     for tracker in controller.plans.trackers():
         written = [tracker.writes[key] for key in keys if key in tracker.writes]
         if not any(written) and not (readers and written):
             continue
-        controller.plans.dispatching.refuse_inside()  # the plan may be one that this thread is about to send
+        controller.plans.dispatching.refuse_inside()  # this thread may be about to send the plan
         if not stall_report.wait(controller, tracker, _left_s(until_s)):
             raise GetTimeoutError(f"{tracker.plan.name}, which writes the tensor, has not ended in time; it goes on")

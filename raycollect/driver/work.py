@@ -21,7 +21,7 @@ from raycollect.core.model import Key
 from raycollect.core.signals import Deferred
 from raycollect.driver import stall_report
 from raycollect.driver.controller import Controller
-from raycollect.driver.dispatch import Submission
+from raycollect.driver.dispatch import Submission, send
 from raycollect.driver.driver_rank import with_results
 from raycollect.driver.plan_tracker import ABSENT, PlanTracker, retrieve_errors
 from raycollect.driver.progress import Progress, ProgressProbe
@@ -55,31 +55,31 @@ AWAKE_S = 0.1  # how often the loop of an await wakes, in seconds
 
 
 class UnderWay(BoundToProcess, ABC):
-    """What is under way, and a way to wait for it: await it in a coroutine, or call `wait`.
+    """A collective or run under way, and a way to wait for it: await it in a coroutine, or call `wait`.
 
-    It may be dropped: it goes on, and is logged if it fails.
+    It may be dropped: the collective continues, and a failure is logged.
     """
 
-    _KIND: ClassVar[str]  # what messages call it
+    _KIND: ClassVar[str]  # its name in messages
 
     def __init__(self, controller: Controller, tracker: PlanTracker) -> None:
         self._controller = controller
         self._tracker = tracker
-        self._is_heard = False  # whether the caller knows the outcome, or does not want to
+        self._is_heard = False  # whether the caller has got the outcome, or has cancelled
         self._began_s = monotonic()
-        self._probe: ProgressProbe | None = None  # made when somebody asks
+        self._probe: ProgressProbe | None = None  # created on first use
         self._probing = threading.RLock()  # a finalizer may ask, too
         if tracker.deadline is not NEVER:
             controller.timeouts.watch(tracker)
 
     def progress(self, timeout_s: float = SHOWN_S) -> Progress:
-        """Asks the participants how far it is; neither waits for the outcome nor changes anything.
+        """Asks the participants for their progress; does not wait for the outcome.
 
         Args:
-            timeout_s: How long they may take to answer, in seconds. Who takes longer counts as where it was last.
+            timeout_s: How long they may take to answer, in seconds. A late participant counts as where it was last.
 
         Returns:
-            How far it is, in bytes; after the end, how far it was when somebody last asked.
+            The progress, in bytes; after the end, that of the last question.
 
         Raises:
             InvalidArgumentError: The time makes no sense.
@@ -106,7 +106,7 @@ class UnderWay(BoundToProcess, ABC):
             progress: Whether to show a progress bar on stderr if that lasts; None: inside `raycollect.progress` alone.
 
         Returns:
-            What the call returns without ``async_op``: of a collective `refs`; of a run the values that the step
+            The return value without ``async_op``: of a collective `refs`; of a run the values that the step
             returns, None where it returns none.
 
         Raises:
@@ -119,7 +119,7 @@ class UnderWay(BoundToProcess, ABC):
             refuse("wait", [*wrong_wait(timeout_s), *wrong_flags(progress=progress)])
         tracker = self._tracker
         if not tracker.is_known:
-            self._controller.plans.dispatching.refuse_inside()  # others may wait for what this thread is sending
+            self._controller.plans.dispatching.refuse_inside()  # this thread may be sending the plan
         if not stall_report.wait(self._controller, tracker, timeout_s, progress=progress):
             over = CollectiveTimeoutError(
                 op=tracker.plan.name,
@@ -127,7 +127,7 @@ class UnderWay(BoundToProcess, ABC):
                 detail=f"this wait is over; the {self._KIND} goes on",
                 timeout_s=timeout_s or 0.0,
             )
-            if timeout_s is not None and timeout_s > 0:  # a mere poll does not wait for reports
+            if timeout_s is not None and timeout_s > 0:  # a poll does not wait for reports
                 stall_report.explain_delay(self._controller, tracker, over, timeout_s)
             raise copy_error(over)
         self._is_heard = True
@@ -136,9 +136,9 @@ class UnderWay(BoundToProcess, ABC):
         return self._outcome()
 
     def cancel(self) -> bool:
-        """Aborts it on all participants, and with a run those begun after it: a step does not run any more.
+        """Aborts it on all participants. With a run, later runs are aborted, too, and the step can't run any more.
 
-        Does not wait. Where all ranks of a collective have come before they hear of it, tensors may hold the result.
+        Does not wait. If all ranks of a collective arrived before the abort, tensors may hold the result.
 
         Returns:
             False where the outcome was known already, or all ranks are about to take their results (``snapshot=True``).
@@ -148,7 +148,7 @@ class UnderWay(BoundToProcess, ABC):
 
     @abstractmethod
     def _outcome(self) -> Any:
-        """What `wait` returns; raises the error of what has failed."""
+        """The return value of `wait`; raises the error of a failure."""
 
     @abstractmethod
     def __await__(self) -> Generator[Any, None, Any]: ...
@@ -163,7 +163,7 @@ class UnderWay(BoundToProcess, ABC):
         if tracker.resolved:
             return "done" if tracker.error is None else type(tracker.error).__name__
         ended, count = self._ended(), len(tracker.plan.participants)
-        far = f", {ended} of {count} have ended" if ended else ""  # else the last one may report all
+        far = f", {ended} of {count} have ended" if ended else ""  # the last one may report all
         return f"under way for {seconds_words(monotonic() - self._began_s)}{far}"
 
     def _ended(self) -> int:
@@ -173,11 +173,11 @@ class UnderWay(BoundToProcess, ABC):
     def _far(self) -> Progress | None:
         try:
             far = self.progress()
-        except Exception:  # noqa: BLE001 - a group that is gone meanwhile: it is shown without
+        except Exception:  # noqa: BLE001 - its group was destroyed meanwhile: it is shown without progress
             return None
         return far if far.total_nbytes else None
 
-    def _html(self, kind: str, title: str, *told: tuple[str, object]) -> html.Markup:
+    def _html(self, kind: str, title: str, *own: tuple[str, object]) -> html.Markup:
         tracker, count = self._tracker, len(self._tracker.plan.participants)
         state, is_known, error = self._state, tracker.resolved, tracker.error
         ended = count if is_known and error is None else self._ended()
@@ -186,8 +186,8 @@ class UnderWay(BoundToProcess, ABC):
         facts = [
             ("bytes", far or ""),
             ("ended", f"{ended} of {counted(count, 'participant')}" if ended or is_known else ""),
-            ("not ended", listed((f"rank {one.rank} ({one.actor})" for one in late), most=MOST_NAMED)),
-            *told,
+            ("not ended", listed((f"rank {member.rank} ({member.actor})" for member in late), most=MOST_NAMED)),
+            *own,
             ("error", "" if error is None else html.failure(error)),
         ]
         if far is not None and not is_known:
@@ -198,11 +198,11 @@ class UnderWay(BoundToProcess, ABC):
 
 
 class Work(UnderWay):
-    """What ``async_op=True`` returns: the result refs at once, and a way to wait (`UnderWay`).
+    """The return value of ``async_op=True``: the result refs at once, and a way to wait (`UnderWay`).
 
     Attributes:
         refs: The result: a list of refs in rank order, or the one ref of a send, reduce or gather; None for a barrier.
-            For a batch: the list of all these. Usable at once: what uses them waits.
+            For a batch: the list of all these. Usable at once: their users wait.
     """
 
     _KIND = "collective"
@@ -213,7 +213,7 @@ class Work(UnderWay):
     ) -> None:
         super().__init__(controller, tracker)
         self.refs: Any = refs
-        # it holds the operands until the plan has succeeded (P5)
+        # It holds the operands until the plan has succeeded (P5)
         sent = self._sent = [] if submission is None else [submission]
 
         def let_go() -> None:
@@ -226,7 +226,7 @@ class Work(UnderWay):
     def _outcome(self) -> Any:
         error = _explain(self._tracker)
         if error is not None:
-            retrieve_errors(self._tracker.made.values())
+            retrieve_errors(self._tracker.outputs.values())
             raise copy_error(error)
         self.refs = with_results(self.refs)
         return self.refs
@@ -255,8 +255,8 @@ class Work(UnderWay):
             raise RetryError(op=self._tracker.plan.name, detail="it ended without an error: nothing to retry")
         submission = self._sent[0].again(self._controller, self._tracker)
         with Deferred():
-            tracker = submission.send(self._controller)
-            return Work(self._controller, tracker, submission.given(tracker), submission)
+            tracker, refs = send(self._controller, *submission)
+            return Work(self._controller, tracker, refs, submission)
 
     def __await__(self) -> Generator[Any, None, Any]:
         loop = asyncio.get_running_loop()
@@ -275,7 +275,7 @@ class Work(UnderWay):
             yield from resolved.__await__()
         if self._tracker.error is None:
             return self.wait()
-        return (yield from threads.awaitable(self.wait).__await__())  # it may ask others for the cause
+        return (yield from threads.awaitable(self.wait).__await__())  # it may ask participants for the cause
 
     @html.shown
     def _repr_html_(self) -> str:
@@ -296,24 +296,23 @@ class Work(UnderWay):
 def wait_or_abort(controller: Controller, tracker: PlanTracker) -> None:
     """Waits for a plan's outcome, inside of the `Deferred` in which it was sent.
 
-    What a signal's handler raises, as Ctrl-C, aborts the plan: nobody else can wait for it.
+    An exception of a signal handler, as of Ctrl-C, aborts the plan: no other thread can wait for it.
     """
     try:
         stall_report.wait(controller, tracker, None)
     except BaseException:
         abort(controller, tracker, "its caller was interrupted")
         raise
-    controller.plans.send(tracker, [])  # the hub does not hear of ends in shared memory
+    controller.plans.send(tracker, [])  # removes it: the hub does not see ends in shared memory
 
 
 def abort(controller: Controller, tracker: PlanTracker, why: str) -> bool:
     """Aborts a plan or a run on all participants; False where its outcome is known, or all take their results."""
-    with Deferred():
-        if tracker.resolved or tracker.is_committed:
-            return False
-        controller.plans.send(tracker, tracker.fail(PlanAbortedError(detail=why)))
-        retrieve_errors(tracker.made.values())
-        return True
+    if tracker.resolved or tracker.is_committed:
+        return False
+    controller.plans.fail(tracker, PlanAbortedError(detail=why))
+    retrieve_errors(tracker.outputs.values())
+    return True
 
 
 @contextmanager
@@ -332,7 +331,7 @@ def _beat(loop: asyncio.AbstractEventLoop, beats: list[asyncio.TimerHandle]) -> 
 
 
 def _explain(tracker: PlanTracker) -> RaycollectError | None:
-    """A plan's error with its cause. It asks Ray what became of absent operands, so not on the channel's thread."""
+    """A plan's error with its cause. It asks Ray for absent operands, so it is not for the channel's thread."""
     refs, error = tracker.refs, tracker.error  # in this order: another thread may explain it meanwhile
     if not isinstance(error, RefusedError) or error.__cause__ is not None:
         return error
@@ -350,22 +349,22 @@ def _explain(tracker: PlanTracker) -> RaycollectError | None:
 
 
 def look_into(violation: Violation, ref: Any, deadline: Deadline) -> tuple[Violation, BaseException | None]:
-    """What became of the method that should have made a ref's value, and the exception that says so."""
+    """The violation of an absent ref with the fate of its method, and the method's exception."""
     try:
         value: Any = direct_transport.get(ref, deadline.left_s())
     except (RayError, GetTimeoutError) as exc:
         value = exc.with_traceback(None)
     if isinstance(value, Handle):
         return violation, None
-    kind, found, expected = absence(value)
+    kind, actual, expected = absence(value)
     if kind == "lost":
         kind, expected = violation.kind, violation.expected
     cause = value if isinstance(value, RayError) else None
-    return replace(violation, kind=kind, found=found, expected=expected), cause
+    return replace(violation, kind=kind, found=actual, expected=expected), cause
 
 
 def absence(value: Any) -> tuple[str, str, str]:
-    """Why a ref stands for no tensor: what a violation says (kind, found, expected) of its value, or of Ray's error."""
+    """The kind, found and expected of a ref's violation, from its value, or from Ray's error."""
     if isinstance(value, RayTaskError):
         raised = value.cause or value
         return "producer_failed", f"missing: its method raised {type(raised).__name__}: {raised}", "a value"

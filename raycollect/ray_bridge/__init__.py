@@ -1,1 +1,1 @@
-"""All that the package uses of Ray beyond its public API; docs/adr/0001-ray-internals.md says what and why."""
+"""The package's uses of Ray beyond its public API, which docs/adr/0001-ray-internals.md lists with the reasons."""

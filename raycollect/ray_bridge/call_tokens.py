@@ -1,4 +1,4 @@
-"""Tokens of the caller, by which it learns that no process holds a result any more that stayed in its actor (P5).
+"""Tokens of the caller, by which it learns that the last reference to a result in an actor is gone (P5).
 
 Such a result travels as a handle. Ray counts a ref nested in the handle with it, through every borrower. If the actor
 owned that ref, its process and the caller's would exchange messages about each result. So the caller lends a ref of its
@@ -35,23 +35,23 @@ BATCH = 64
 """How many tokens one actor task makes."""
 
 MOST_TOLD = 4096
-"""How many keys one message tells."""
+"""The most keys of one message."""
 
-# They lend no more. A thread that drops a ref while Ray shuts down ends the process, and the hub's thread hears of the
-# end of actors then. So other threads drop the tokens that were not lent, by `let_go`.
+# They have stopped lending. A thread that drops a ref while Ray shuts down ends the process. The hub's thread learns of
+# the end of actors then, so it leaves the unused tokens to other threads, which drop them by `let_go`.
 _ended: deque[CallTokens] = deque()
 _letting_go = threading.RLock()  # a finalizer may do the same
 
 
 def let_go(*, waits: bool = False) -> None:
-    """Drops the tokens that were not lent of all `CallTokens` that have ended.
+    """Drops the unused tokens of all `CallTokens` that have ended.
 
     If another thread does that now, `let_go` returns at once, as finalizers that wait for others may run there;
     `waits` makes it wait for that thread, as the controller needs before Ray is shut down.
     """
     if _letting_go.acquire(blocking=waits):
         try:
-            with suppress(IndexError):  # there are no more
+            with suppress(IndexError):  # empty
                 while True:
                     _ended.popleft()._let_go()
         finally:
@@ -122,7 +122,7 @@ class CallTokens:
         self._coming: list[Any] = []
         self._living: set[Key] = set()
         self._gone: deque[Key] = deque()
-        self._is_telling = threading.RLock()  # a finalizer may tell as well
+        self._is_telling = threading.RLock()  # a finalizer may do the same
         self._is_due = False
         self._at_end: Callable[[], None] | None = None
 
@@ -152,7 +152,7 @@ class CallTokens:
         return self._handle, submitted
 
     def tell(self) -> None:
-        """Tells the actor which values no process holds any more."""
+        """Tells the actor the keys of released values."""
         with self._is_telling:
             self._is_due = False
             while self._gone and self._tell_some():
@@ -163,22 +163,20 @@ class CallTokens:
     def _tell_some(self) -> bool:
         keys: list[Key] = []
         try:
-            with suppress(IndexError):  # there are no more
+            with suppress(IndexError):  # empty
                 while len(keys) < MOST_TOLD:
                     keys.append(self._gone.popleft())
             self._tell(keys)
             self._living.difference_update(keys)
-        except BaseException as exc:
+        except Exception as exc:  # noqa: BLE001 - any: the keys are told later
             self._gone.extendleft(reversed(keys))
-            if not isinstance(exc, Exception):  # a signal
-                raise
-            threads.failed("telling what nobody holds", exc)  # it may be that no thread can be started for it
+            threads.failed("telling released values", exc)  # perhaps no thread can be started
             self._is_due = self._soon(self.tell)
             return False
         return True
 
     def end(self, call: Callable[[], None]) -> None:
-        """Lends no more; makes a call once no process holds a value whose token was lent. Any thread."""
+        """Stops lending; makes a call once no process holds a value whose token was lent. Any thread."""
         self._order, self._at_end = None, call
         _ended.append(self)
         self.tell()
@@ -190,11 +188,11 @@ class CallTokens:
     def _take(self) -> tuple[_TokenArgument, list[Key]] | None:
         if len(self._ready) < BATCH // 2:
             self._refill()
-        if self._order is None:  # another thread has ended it, and may have let go before these came
+        if self._order is None:  # another thread has ended it, perhaps before these arrived
             self._let_go()
         try:
             return self._ready.pop()
-        except IndexError:  # they are not made yet, or were let go of by another thread
+        except IndexError:  # not made yet, or dropped by another thread
             return None
 
     def _refill(self) -> None:
@@ -230,8 +228,8 @@ def _taking_tokens(handle: Any) -> Any:
     signatures = getattr(handle, "_ray_method_signatures", None)
     if not isinstance(signatures, dict):
         return None
-    made = object.__new__(type(handle))
-    made.__dict__.update(handle.__dict__)
-    made._ray_weak_ref = True
-    made._ray_method_signatures = {name: [_TOKEN, *known] for name, known in signatures.items()}
-    return made
+    weak = object.__new__(type(handle))
+    weak.__dict__.update(handle.__dict__)
+    weak._ray_weak_ref = True
+    weak._ray_method_signatures = {name: [_TOKEN, *parameters] for name, parameters in signatures.items()}
+    return weak

@@ -20,7 +20,7 @@ from raycollect.ray_bridge.ray_session import core_worker, global_worker
 
 
 class Returned:
-    """A kept value on its way to Ray, which takes the handle of it.
+    """A stored value on its way to Ray, which gets its handle.
 
     Where the method has a `tensor_transport`, Ray takes the tensors themselves, not copies of them, into a store of its
     own, and moves them when another actor gets the ref. The handle travels with what is left: it says where the tensors
@@ -36,8 +36,8 @@ class Returned:
 
     def __reduce__(self) -> tuple[Any, ...]:
         taken = _taken_types()
-        if taken and all(one in taken for one in self._types):
-            # Pickled by itself: Ray counts the token, and only who looks for the handle unpickles it. Where the actor
+        if taken and all(kind in taken for kind in self._types):
+            # Pickled by itself: Ray counts the token, and only a reader of the handle unpickles it. If the actor
             # that owns the token did, as it gets its own tensors back, Ray 2.60 would count it for ever.
             return _arrived, (self._value, cloudpickle.dumps(self._handle))
         return _arrived, (self._handle, b"")
@@ -48,7 +48,7 @@ class Returned:
 
 
 def _taken_types() -> Collection[type]:
-    """The types of tensors that Ray takes as they are from what this thread pickles; none where it copies all."""
+    """The types of tensors that Ray takes without a copy as this thread pickles; empty if it copies all."""
     context = global_worker.get_serialization_context()
     if not getattr(getattr(context, "_thread_local", None), "use_external_transport", False):
         return ()
@@ -57,10 +57,10 @@ def _taken_types() -> Collection[type]:
 
 
 class _Peek(threading.local):
-    """Whether this thread wants the handles of what it unpickles, and the last one found."""
+    """Whether this thread wants the handles of the values that it unpickles, and the last handle."""
 
     wanted = False
-    found: Any = None
+    handle: Any = None
 
 
 _peek = _Peek()
@@ -69,7 +69,7 @@ _peek = _Peek()
 def _arrived(value: Any, handle: bytes) -> Any:
     """Unpickles a `Returned`: its value, or its handle where Ray has not taken the tensors."""
     if _peek.wanted:
-        _peek.found = cloudpickle.loads(handle) if handle else value
+        _peek.handle = cloudpickle.loads(handle) if handle else value
     return value
 
 
@@ -90,9 +90,9 @@ def is_direct(ref: Any) -> bool:
 
 
 def get(ref: Any, timeout_s: float | None = None) -> Any:
-    """As `ray.get`, but returns the handle of kept tensors that Ray would move by a `tensor_transport`.
+    """As `ray.get`, but returns the handle of stored tensors that Ray would move by a `tensor_transport`.
 
-    What the handler of a signal raises comes up as it is: Ray, which would make a RaySystemError of it, unpickles the
+    An exception of a signal handler is raised unchanged: Ray, which would make a RaySystemError of it, unpickles the
     value while signals are deferred.
 
     Raises:
@@ -120,36 +120,36 @@ def _get(ref: Any, timeout_s: float | None) -> Any:
     if not is_direct(ref):
         return ray.get(ref, timeout=timeout_s)
     if "rdt_objects" not in inspect.signature(global_worker.deserialize_objects).parameters:
-        found = f"that of Ray {ray.__version__}"
+        actual = f"that of Ray {ray.__version__}"
         expected = "that of Ray 2.57 to 2.60, or a method without tensor_transport"
-        wrong = Violation(kind="unsupported", rank=-1, field="tensor_transport", found=found, expected=expected)
+        wrong = Violation(kind="unsupported", rank=-1, field="tensor_transport", found=actual, expected=expected)
         raise refusal("get", "", (wrong,))
     timeout_ms = -1 if timeout_s is None else int(timeout_s * 1000)
     serialized = core_worker().get_objects([ref], timeout_ms)
-    _peek.wanted, _peek.found = True, None
+    _peek.wanted, _peek.handle = True, None
     try:
         global_worker.deserialize_objects(serialized, [ref], rdt_objects={ref.hex(): _Untouched()})
-        found = _peek.found
+        handle = _peek.handle
     finally:
-        _peek.wanted, _peek.found = False, None
-    if found is not None:
-        return found
-    of_any: Any = ray.get  # its types leave out what is used here: not every transport reaches this process
+        _peek.wanted, _peek.handle = False, None
+    if handle is not None:
+        return handle
+    of_any: Any = ray.get  # its types lack this argument; not every transport reaches this process
     return of_any(ref, timeout=timeout_s, _use_object_store=True)
 
 
 def on_completed(ref: Any, callback: Callable[[Any], object]) -> None:
-    """Calls back on another thread with what `get` returns, or with its exception."""
+    """Calls back on another thread with the value of `get`, or with its exception."""
     if not is_direct(ref):
         ref._on_completed(functools.partial(threads.survives, callback))
         return
 
-    def wait() -> None:  # Ray's own callback would wait there for the tensors, which never come
+    def wait() -> None:  # Ray's own callback would wait for the tensors, which never arrive
         try:
             value = get(ref)
         except (RayError, RaycollectError) as exc:
             value = exc
-        except Exception as exc:  # noqa: BLE001 - whoever waits gets it
+        except Exception as exc:  # noqa: BLE001 - the waiter gets it
             value = threads.failed("waiting for a ref", exc)
         callback(value)
 

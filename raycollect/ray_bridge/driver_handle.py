@@ -1,4 +1,4 @@
-"""What stands for the driver in a list of actors, where it is a rank of a group that it drives."""
+"""The handle of a driver in a list of actors: it is a rank of a group that it drives."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class _Method(NamedTuple):
     call: Callable[..., Any]
 
     def remote(self, *args: Any) -> Any:
-        """Makes the call, and returns a ref of what it returns."""
+        """Makes the call, and returns a ref of the result."""
         return ray.put(self.call(*args))
 
 
 class DriverHandle:
     """Stands for the process that made it, among the actors of a group; `raycollect.this_process()` returns it.
 
-    To whoever forms a group it looks like the handle of an actor with the mixin.
+    The formation of a group uses it like the handle of an actor with the mixin.
 
     Args:
-        actor_id: What names the driver among actors; no actor of Ray has it.
-        name: What messages call it.
+        actor_id: The driver's id among actors; no actor of Ray has it.
+        name: Its name in messages.
         describe: Says who it is, as the mixin does.
         link_type: Makes the controller's end of the connection to it.
     """

@@ -65,7 +65,7 @@ def describe_process() -> str:
 
 
 def owner_id() -> str:
-    """The `worker_id` of the process that made this actor; empty if this process is no actor."""
+    """The `worker_id` of the process that created this actor; empty if this process is no actor."""
     from ray.core.generated import core_worker_pb2
 
     messages: Any = core_worker_pb2  # their names are made when it is imported
@@ -82,7 +82,7 @@ def is_ordered(cls: type) -> bool:
     in the main thread. An actor with tensor transport has groups too, those of Ray itself.
     """
     methods = (inspect.getattr_static(cls, name) for name in dir(cls))
-    if any(hasattr(one, "__ray_concurrency_group__") for one in methods):
+    if any(hasattr(method, "__ray_concurrency_group__") for method in methods):
         return False
     worker = core_worker()
     if worker.current_actor_is_asyncio() or worker.current_actor_max_concurrency() > 1:
@@ -107,16 +107,16 @@ def declares_count(method: Any) -> bool:
 def is_streamed(frame: FrameType) -> bool | None:
     """Whether Ray streams a generator that has just begun; None if this Ray can't tell.
 
-    Only Ray's execution context knows. It was made a moment ago, so it is nearly always among the youngest objects; the
-    others are searched where it is not.
+    Only Ray's execution context knows. It is new, so it is nearly always among the youngest objects; the
+    others are searched if it is not.
     """
     kind = getattr(_raylet, "StreamingGeneratorExecutionContext", None)
     if kind is None:
         return None
     return any(
-        type(one) is kind and any(_frame_of(other) is frame for other in gc.get_referents(one))
+        type(context) is kind and any(_frame_of(other) is frame for other in gc.get_referents(context))
         for generation in range(3)
-        for one in gc.get_objects(generation)
+        for context in gc.get_objects(generation)
     )
 
 
@@ -167,7 +167,7 @@ def methods_of(handle: Any) -> dict[str, inspect.Signature] | None:
     if not isinstance(signatures, dict):
         return None
     return {
-        name: inspect.Signature([one for one in parameters if one.name != TRACE_ARGUMENT])
+        name: inspect.Signature([parameter for parameter in parameters if parameter.name != TRACE_ARGUMENT])
         for name, parameters in signatures.items()
         if not name.startswith(_NO_METHODS)
     }
@@ -175,12 +175,12 @@ def methods_of(handle: Any) -> dict[str, inspect.Signature] | None:
 
 def is_generator(handle: Any, method: str) -> bool:
     """Whether a method is known to be a generator."""
-    known = getattr(handle, "_ray_method_is_generator", None)
-    return isinstance(known, dict) and bool(known.get(method))
+    flags = getattr(handle, "_ray_method_is_generator", None)
+    return isinstance(flags, dict) and bool(flags.get(method))
 
 
 def unusual_options(handle: Any, method: str, options: dict[str, Any]) -> dict[str, str]:
-    """What the caller of a method asks of its task, by option; `options` are of Ray's function that submits it."""
+    """The options of a task that differ from the method's own; `options` are those of Ray's submit function."""
     declared = getattr(handle, method)
     usual = {
         "name": "",
@@ -191,8 +191,8 @@ def unusual_options(handle: Any, method: str, options: dict[str, Any]) -> dict[s
         "tensor_transport": getattr(declared, "_tensor_transport", None),
         "labels": None,
     }
-    found = {name: options[name] for name, value in usual.items() if name in options and options[name] != value}
-    return {name.removesuffix("_name"): repr(value) for name, value in found.items()}
+    unusual = {name: options[name] for name, value in usual.items() if name in options and options[name] != value}
+    return {name.removesuffix("_name"): repr(value) for name, value in unusual.items()}
 
 
 def read_method(value: Any) -> tuple[Any, str] | None:

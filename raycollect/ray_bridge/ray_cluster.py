@@ -10,9 +10,10 @@ from ray import _raylet
 from ray._private import services
 from ray._private.state import GlobalState, state
 from ray.core.generated import gcs_pb2
+from ray.exceptions import RayError
 from ray.experimental import internal_kv
 
-_raylet_types: Any = _raylet  # its types leave out what is used here
+_raylet_types: Any = _raylet  # its type stubs lack some names
 _messages: Any = gcs_pb2  # their names are made when it is imported
 
 NAMESPACE = b"raycollect"
@@ -21,12 +22,20 @@ NAMESPACE = b"raycollect"
 def living_workers() -> frozenset[str]:
     """The `worker_id` of each living process. Ray does not mark those of a dead node, so its nodes are asked too."""
     table = map(_messages.WorkerTableData.FromString, state._connect_and_get_accessor().get_worker_table())
-    nodes = {one["NodeID"] for one in ray.nodes() if one["Alive"]}
+    nodes = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     return frozenset(
-        one.worker_address.worker_id.hex()
-        for one in table
-        if one.is_alive and one.worker_address.node_id.hex() in nodes
+        worker.worker_address.worker_id.hex()
+        for worker in table
+        if worker.is_alive and worker.worker_address.node_id.hex() in nodes
     )
+
+
+def has_restarted(actor_id: str) -> bool:
+    """Whether Ray has restarted an actor; True if the control store does not answer."""
+    try:
+        return bool(state.actor_table(actor_id).get("NumRestarts"))
+    except (RayError, RuntimeError):
+        return True
 
 
 class KeyValueStore:
@@ -72,7 +81,7 @@ class KeyValueStore:
 
 
 class ClusterTables:
-    """What a cluster knows of its nodes, jobs and actors.
+    """The tables of a cluster: its nodes, jobs and actors.
 
     Args:
         state: Ray's reader of the tables.
@@ -94,8 +103,8 @@ class ClusterTables:
 
     def actor(self, actor_id: str) -> Mapping[str, Any]:
         """Ray's ``State``, ``Pid`` and ``NumRestarts`` of an actor; empty if Ray does not know it any more."""
-        found: Mapping[str, Any] = self._state.actor_table(actor_id)
-        return found
+        row: Mapping[str, Any] = self._state.actor_table(actor_id)
+        return row
 
 
 def cluster_address(named: str) -> str:
@@ -112,7 +121,7 @@ def read_cluster(address: str) -> tuple[KeyValueStore, ClusterTables]:
     """Returns a cluster's key-value store and tables, without becoming a driver there.
 
     Raises:
-        RayError, RuntimeError: Nobody answers there, or a Ray of another version.
+        RayError, RuntimeError: No answer from there, or a Ray of another version.
     """
     store, reader = KeyValueStore(_raylet_types.GcsClient(address=address)), GlobalState()
     options = _raylet_types.GcsClientOptions.create(

@@ -24,7 +24,7 @@ def read_ref(ref: Any) -> tuple[Key, str]:
 
 
 def is_put(ref: Any) -> bool:
-    """Whether `ray.put` made a ref."""
+    """Whether a ref is one of `ray.put`."""
     return int.from_bytes(ref.binary()[24:], "little") >= _FIRST_PUT
 
 
@@ -38,7 +38,7 @@ def nbytes_of(ref: Any) -> int:
 
 
 def on_last_ref(ref: Any, callback: Callable[[], None]) -> bool:
-    """Calls back when no process holds a ref any more, which this process owns; False if Ray can't tell."""
+    """Calls back when the last reference to a ref of this process is dropped; False if Ray offers no way."""
     register = getattr(core_worker(), "add_object_out_of_scope_callback", None)
     if register is None:
         return False

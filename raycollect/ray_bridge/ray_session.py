@@ -106,8 +106,8 @@ def before_shutdown(call: Callable[[], object], *, is_last: bool = False) -> Cal
 def _after_calls(shutdown: Callable[..., Any]) -> Callable[..., Any]:
     def after_calls(*args: Any, **kwargs: Any) -> None:
         if is_connected():
-            for one in reversed(_before_shutdown[:]):
-                one()
+            for call in reversed(_before_shutdown[:]):
+                call()
         shutdown(*args, **kwargs)
 
     return after_calls

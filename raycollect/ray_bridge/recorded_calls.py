@@ -1,4 +1,4 @@
-"""Has a recorder take what a thread calls of Ray, as long as a step is recorded there.
+"""Passes a thread's calls of Ray to a recorder, as long as a step is recorded there.
 
 `submitted_calls` sees the methods of actors. Here are tasks, actors that are created, and the arguments of `ray.get`,
 `ray.wait` and `ray.put`.
@@ -24,14 +24,14 @@ from raycollect.ray_bridge.hooks import hook
 from raycollect.ray_bridge.submitted_calls import CallRecorder, recorder, recording
 
 
-def begin(one: CallRecorder) -> Token[CallRecorder | None]:
-    """Gives a recorder the calls of this thread, or asynchronous task, until `end` gets what this returns."""
+def begin(to: CallRecorder) -> Token[CallRecorder | None]:
+    """Passes the calls of this thread, or asynchronous task, to a recorder, until `end` of the returned token."""
     submitted_calls.see_calls()
     hook(RemoteFunction, "_remote", partial(_refusing, _task_name))
     hook(ActorClass, "_remote", partial(_refusing, _creation_name))
     for name in ("get", "wait", "put"):
         hook(ray, name, partial(_looking, name))
-    return recorder.set(one)
+    return recorder.set(to)
 
 
 def end(token: Token[CallRecorder | None]) -> None:
@@ -50,8 +50,8 @@ def _creation_name(actor_class: Any) -> str:
 
 def _refusing(words: Callable[[Any], str], submit: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = recording()
-        if found is not None and not found.is_eager:
+        recorder_here = recording()
+        if recorder_here is not None and not recorder_here.is_eager:
             raise UnrecordableCallError(
                 detail="can't be recorded: a step records methods of participants and collectives",
                 call=words(self),
@@ -65,9 +65,9 @@ def _refusing(words: Callable[[Any], str], submit: Callable[..., Any]) -> Callab
 def _looking(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         value: Any = args[0] if args else next(iter(kwargs.values()), None)
-        for one in value if type(value) in (list, tuple) else (value,):
-            if isinstance(one, Placeholder):
-                one._passed_to(f"ray.{name}()")
+        for item in value if type(value) in (list, tuple) else (value,):
+            if isinstance(item, Placeholder):
+                item._passed_to(f"ray.{name}()")
         return function(*args, **kwargs)
 
     return call

@@ -1,4 +1,4 @@
-"""A short way through Ray's serialization, for what the library sends with each call.
+"""A short way through Ray's serialization, for values that the library sends with each call.
 
 Ray serializes all but bytes by cloudpickle, which calls Python code for each class and function that it meets: 100 to
 150 us for a value of some hundred bytes, in a call that takes 200. The forms here take a third of that, or less.
@@ -19,7 +19,7 @@ from raycollect.core import threads
 from raycollect.ray_bridge.hooks import hook
 from raycollect.ray_bridge.ray_session import core_worker
 
-_raylet_types: Any = _raylet  # its types leave out what is used here
+_raylet_types: Any = _raylet  # its type stubs lack some names
 
 _forms: dict[type, Callable[[Any], Any]] = {}
 
@@ -33,7 +33,7 @@ class PackedRef(NamedTuple):
 
     @classmethod
     def of(cls, ref: Any) -> PackedRef:
-        """Packs a ref; Ray must be told of it, too, by `as_bytes` or `as_pickled`."""
+        """Packs a ref, which also has to be passed to `as_bytes` or `as_pickled`, so that Ray counts it."""
         _, owner, status = core_worker().serialize_object_ref(ref)
         return cls(ref.binary(), owner, status)
 
@@ -61,14 +61,15 @@ def take_over(kind: type, form: Callable[[Any], Any | None]) -> bool:
 
 
 def as_bytes(data: bytes, ref: Any) -> Any:
-    """What arrives as bytes; Ray counts a ref with it."""
-    made = _raylet_types.RawSerializedObject(data)
-    _raylet_types.SerializedObject.__init__(made, made.metadata, [ref])  # which the class has no argument for
-    return made
+    """A value that arrives as bytes; Ray counts a ref with it."""
+    serialized = _raylet_types.RawSerializedObject(data)
+    # The class has no argument for the ref
+    _raylet_types.SerializedObject.__init__(serialized, serialized.metadata, [ref])
+    return serialized
 
 
 def as_pickled(pickled: bytes, ref: Any) -> Any:
-    """What arrives unpickled, from the pickle of a list of it alone; Ray counts a ref with it."""
+    """A value that arrives unpickled, from the pickle of a list of it alone; Ray counts a ref with it."""
     metadata, place = _of_pickles()
     nested = _raylet_types.Pickle5SerializedObject(metadata, pickled, _raylet_types.Pickle5Writer(), [ref])
     return _raylet_types.MessagePackSerializedObject(metadata, place, [], nested)
@@ -84,7 +85,7 @@ def _of_pickles() -> tuple[bytes, bytes]:
 def _is_supported() -> bool:
     try:
         forms = as_bytes(b"", None), as_pickled(b"", None)
-        return all(one.contained_object_refs == [None] for one in forms)
+        return all(form.contained_object_refs == [None] for form in forms)
     except Exception as exc:  # noqa: BLE001 - another Ray
         threads.failed("looking for a short way through Ray's serialization", exc)
         return False
@@ -93,7 +94,7 @@ def _is_supported() -> bool:
 def _with_forms(serialize: Callable[..., Any]) -> Callable[..., Any]:
     def short(self: SerializationContext, value: Any) -> Any:
         form = _forms.get(type(value))
-        made = None if form is None else form(value)
-        return serialize(self, value) if made is None else made
+        serialized = None if form is None else form(value)
+        return serialize(self, value) if serialized is None else serialized
 
     return short

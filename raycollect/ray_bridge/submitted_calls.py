@@ -19,6 +19,7 @@ from ray.actor import ActorHandle
 
 from raycollect.core.model import TASK_NBYTES, Key
 from raycollect.core.signals import waiting
+from raycollect.ray_bridge import ray_cluster
 from raycollect.ray_bridge.call_tokens import CallTokens
 from raycollect.ray_bridge.hooks import hook
 
@@ -77,14 +78,14 @@ class SubmittedCalls:
             self.last = None  # unless it is known that it was submitted
             lent = None if self.tokens is None else self.tokens.lend(name, options)
             if lent is None:
-                made = submit(handle, name, **options)
+                returned = submit(handle, name, **options)
             else:
                 to, submitted = lent
-                made = submit(to, name, **options)
-                submitted(made)
+                returned = submit(to, name, **options)
+                submitted(returned)
             if not name.startswith("_") or name.startswith(_KEPT):
-                self.last = _task_of(made)
-        return made
+                self.last = _task_of(returned)
+        return returned
 
 
 class AllHeld:
@@ -104,8 +105,8 @@ class AllHeld:
     def __enter__(self) -> None:
         calls, held = self._calls, 0
         while True:
-            for one in calls[held:]:
-                if not one.lock.acquire(False):  # by position: half the time
+            for actor in calls[held:]:
+                if not actor.lock.acquire(False):  # by position: half the time
                     break
                 held += 1
             self._held = held
@@ -117,25 +118,42 @@ class AllHeld:
             held = 1
 
     def __exit__(self, *exc: object) -> None:
-        for one in self._calls[: self._held]:
-            one.lock.release()
+        for calls in self._calls[: self._held]:
+            calls.lock.release()
         self._held = 0
 
 
-_retried: OrderedDict[bytes, None] = OrderedDict()  # the latest tasks that Ray retries if their methods raise
+# The latest tasks that Ray may run after calls that were submitted later. True: it retries them if their methods raise.
+# False: it retries them in another process of their actor, and has not ended them yet.
+_retried: OrderedDict[bytes, bool] = OrderedDict()
+_restartable: OrderedDict[bytes, bool] = OrderedDict()  # the latest tasks that Ray retries if their process dies
 _MOST_RETRIED = 4096
 
 
+def expect_retries(actor_id: str) -> None:
+    """Notes that Ray may run earlier calls of an actor after new ones, if it has restarted the actor."""
+    actor = bytes.fromhex(actor_id)
+    tasks = [task for task in tuple(_restartable) if task.endswith(actor)]
+    if tasks and ray_cluster.has_restarted(actor_id):
+        for task in tasks:
+            _restartable.pop(task, None)
+            _note(_retried, task, is_lasting=False)
+
+
 def unsettled_retries(refs: Mapping[Key, Any]) -> dict[Key, Any]:
-    """The refs without a value whose methods Ray may retry after an exception.
+    """The refs without a value whose methods Ray may run after calls that were submitted later.
 
     Calls of other processes are not known, nor calls before this process had a class of participants.
     """
-    found = {key: ref for key, ref in refs.items() if key[:TASK_NBYTES] in _retried} if _retried else {}
-    if found:
-        pending = set(ray.wait([*found.values()], num_returns=len(found), timeout=0, fetch_local=False)[1])
-        found = {key: ref for key, ref in found.items() if ref in pending}
-    return found
+    retried = {key: ref for key, ref in refs.items() if key[:TASK_NBYTES] in _retried} if _retried else {}
+    if retried:
+        pending = set(ray.wait([*retried.values()], num_returns=len(retried), timeout=0, fetch_local=False)[1])
+        for key, ref in tuple(retried.items()):
+            if ref not in pending:
+                del retried[key]
+                if _retried.get(key[:TASK_NBYTES]) is False:
+                    _retried.pop(key[:TASK_NBYTES], None)
+    return retried
 
 
 _watched: WeakValueDictionary[Any, SubmittedCalls] = WeakValueDictionary()  # by Ray's id of the actor
@@ -147,16 +165,16 @@ def watch(handle: Any) -> SubmittedCalls | None:
     if not see_calls():
         return None
     with _watching:
-        found = _watched.get(handle._actor_id)
-        if found is None:
-            found = _watched[handle._actor_id] = SubmittedCalls()
-        return found
+        calls = _watched.get(handle._actor_id)
+        if calls is None:
+            calls = _watched[handle._actor_id] = SubmittedCalls()
+        return calls
 
 
 def recording() -> CallRecorder | None:
     """The recorder of this thread's calls; None if they go to Ray."""
-    found = recorder.get()
-    return found if found is not None and found.is_here() else None
+    current = recorder.get()
+    return current if current is not None and current.is_here() else None
 
 
 def see_calls() -> bool:
@@ -171,19 +189,20 @@ def _seeing(submit: Callable[..., Any]) -> Callable[..., Any]:
     def noted(handle: Any, name: str, options: dict[str, Any]) -> Any:
         calls = _watched.get(handle._ray_actor_id)
         if calls is None or name.startswith(_OWN):
-            made = submit(handle, name, **options)
+            returned = submit(handle, name, **options)
         else:
-            made = calls.submit(handle, name, submit, options)
-        if options.get("retry_exceptions") and options.get("max_task_retries"):
-            _note_retried(_task_of(made))
-        return made
+            returned = calls.submit(handle, name, submit, options)
+        if options.get("max_task_retries") and (task := _task_of(returned)) is not None:
+            is_lasting = bool(options.get("retry_exceptions"))
+            _note(_retried if is_lasting else _restartable, task, is_lasting=is_lasting)
+        return returned
 
     def call(self: Any, method_name: str, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
         options.update(args=args, kwargs=kwargs)
-        found = recording()
-        if found is None or _is_own(method_name, args):
+        taker = recording()
+        if taker is None or _is_own(method_name, args):
             return noted(self, method_name, options)
-        return found.method(partial(noted, self, method_name, options), self, method_name, options)
+        return taker.method(partial(noted, self, method_name, options), self, method_name, options)
 
     return call
 
@@ -195,13 +214,12 @@ def _is_own(name: str, args: Any) -> bool:
     return name.startswith((_OWN, f"_{_OWN}"))
 
 
-def _note_retried(task: bytes | None) -> None:
-    if task is not None:
-        _retried[task] = None
-        if len(_retried) > _MOST_RETRIED:
-            _retried.popitem(last=False)
+def _note(tasks: OrderedDict[bytes, bool], task: bytes, *, is_lasting: bool) -> None:
+    tasks[task] = is_lasting
+    if len(tasks) > _MOST_RETRIED:
+        tasks.popitem(last=False)
 
 
-def _task_of(made: Any) -> bytes | None:
-    first = made[0] if type(made) is list else getattr(made, "_generator_ref", made)
+def _task_of(returned: Any) -> bytes | None:
+    first = returned[0] if type(returned) is list else getattr(returned, "_generator_ref", returned)
     return None if first is None else first.binary()[:TASK_NBYTES]

@@ -110,8 +110,8 @@ class TracedRecording(Recording):
             inner = value.value
             if type(inner) is not Pending:
                 return Fixed(lambda: inner)
-            self.kept.append(self._own(inner))
-            return -len(self.kept)  # kept values follow the values of a run, the last one first
+            self.retained.append(self._own(inner))
+            return -len(self.retained)  # kept values follow the values of a run, the last one first
         if type(value) in (Argument, Pending):
             return super()._leaf(leaves, value, where)
         if not isinstance(value, ray.ObjectRef):
@@ -133,8 +133,8 @@ class TracedCapture(Capture):
 
     def _record(self) -> None:
         request_list = self._block.request_list
-        if request_list.asked or request_list.calls:
-            self._on_derived = any(request.group.is_derived for request in request_list.asked)
+        if request_list.requests or request_list.calls:
+            self._on_derived = any(request.group.is_derived for request in request_list.requests)
             super()._record()
 
     @property

@@ -32,7 +32,7 @@ def first(refs):
 
 def compiled(name):
     """How many compiled calls of a group there are."""
-    return sum(type(one) is CompiledCall and one.asked.group.spec.name == name for one in gc.get_objects())
+    return sum(type(one) is CompiledCall and one.request.group.spec.name == name for one in gc.get_objects())
 
 
 def test_a_compiled_call_ends_with_its_group(actors):

@@ -133,7 +133,7 @@ def test_rays_own_call_runs_unchanged(actors):
 
 def test_the_limit_of_a_group_is_that_of_its_calls(actors):
     def limits(call):
-        return [asked.timeout_s for asked in record(call).asked]
+        return [request.timeout_s for request in record(call)[0]]
 
     def calls():
         col.allreduce_refs(refs)
@@ -153,10 +153,10 @@ def test_the_limit_of_a_group_is_that_of_its_calls(actors):
     with col.capture(timeout_s=4) as step:
         col.barrier("named")
         col.barrier("named", timeout_s=5)
-        assert [asked.timeout_s for asked in step._block.request_list.asked] == [4.0, 5.0]
+        assert [request.timeout_s for request in step._block.request_list.requests] == [4.0, 5.0]
     with col.capture() as step:
         col.barrier("named")
-        assert step._block.request_list.asked[0].timeout_s == 7.5
+        assert step._block.request_list.requests[0].timeout_s == 7.5
     group.rebuild(timeout_s=30)
     assert limits(lambda: col.barrier("named")) == [7.5], "that of rebuilding is for joining alone"
     col.declare_collective_group(workers, group_name="both", timeout_s=7.5, gloo_timeout=1000)

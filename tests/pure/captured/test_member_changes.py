@@ -14,6 +14,7 @@ import pytest
 from raycollect.captured.install import _Installation
 from raycollect.captured.step import Capture
 from raycollect.core import threads
+from raycollect.core.deadline import Deadline
 from raycollect.driver.step_runs import RunTracker
 from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, UnknownGroupError
 from tests.pure.captured.run_fleet import WAIT_S, Fleet, controller, drive, fleet
@@ -114,8 +115,7 @@ def test_capturing_a_step_whose_groups_are_destroyed_meanwhile_says_so(
         step_plan=fleet.step_plan,
         memberships=[fleet.left, fleet.right],
         words=cast(Any, None),
-        deadline_s=monotonic() + WAIT_S,
-        timeout_s=WAIT_S,
+        deadline=Deadline.after(WAIT_S),
     )
     monkeypatch.setattr(fleet.controller.groups, "links", destroying(fleet))
     with pytest.raises(UnknownGroupError, match="it was destroyed"):

@@ -319,7 +319,7 @@ def test_a_run_knows_its_operands_and_the_places_of_its_plans(fleet: Fleet) -> N
     learning = plan([asked(fleet.left, (0, 1, 2), kind=OpKind.ALLGATHER, op=None).request()], [fleet.left])
     one = StepPlan.of([Stage(learning, 0, 0, (0, 1, 2))], learning.participants, [])
     assert [one.rounds_at(at, in_group=True) for at in (-1, 0, 1)] == [0, 2, 0], "shapes are told in the second"
-    fleet.runs.abort(tracker, PlanAbortedError(detail="the end"))
+    fleet.runs.plans.fail(tracker, PlanAbortedError(detail="the end"))
 
 
 def test_a_group_that_another_thread_destroys_as_a_run_begins_fails_it(fleet: Fleet) -> None:

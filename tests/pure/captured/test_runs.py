@@ -98,7 +98,7 @@ def test_answers_of_others_are_refused_or_ignored(fleet: Fleet) -> None:
     with pytest.raises(ProtocolError, match="no run"):
         fleet.tell(0, Ran(seq=taken.seq, payload=b""))
     taken.fail(PlanAbortedError(detail="the end"))
-    fleet.runs.abort(tracker, PlanAbortedError(detail="the end"))
+    fleet.runs.plans.fail(tracker, PlanAbortedError(detail="the end"))
 
 
 def test_the_checks_of_a_run_are_those_of_its_plans(fleet: Fleet) -> None:
@@ -120,7 +120,7 @@ def test_the_checks_of_a_run_are_those_of_its_plans(fleet: Fleet) -> None:
             tracker.arrive(0, message)
     stuck = {"group_id": "", "communicator": "", "call": 0, "op": "allreduce", "ranks": [], "is_long": False}
     fleet.tell(0, Stuck(seq=seq, begun=seq, **stuck))
-    fleet.runs.abort(tracker, PlanAbortedError(detail="the end"))
+    fleet.runs.plans.fail(tracker, PlanAbortedError(detail="the end"))
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))])
@@ -178,7 +178,7 @@ def test_number_of_concurrent_runs_is_bounded(fleet: Fleet, is_late: bool) -> No
         last = next_one.result(WAIT_S)
     assert last.number == IN_FLIGHT + 1
     assert not fleet.runs.is_idle
-    fleet.runs.abort(last, PlanAbortedError(detail="the end"))
+    fleet.runs.plans.fail(last, PlanAbortedError(detail="the end"))
     assert fleet.runs.is_idle
 
 

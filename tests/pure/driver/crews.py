@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import numpy as np
 
 from raycollect.core.model import OpKind, ReduceOp
-from raycollect.driver import dispatch
 from raycollect.driver.dispatch import RequestKey
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.pos import Container
 from tests.pure.driver.order_model import Fleet
+from tests.pure.driver.sending import send_plan
 from tests.pure.sites import Ref
 
 WAIT_S = 20.0
@@ -34,7 +34,7 @@ class Crew(Fleet):
         for group, pair in zip(self.memberships, pairs, strict=True):
             operands = tuple((rank, places.index(one.key), None) for rank, one in enumerate(pair))
             asked.append(RequestKey(group, OpKind.ALLREDUCE, operands, ReduceOp.SUM, -1, -1, True, WAIT_S))
-        return dispatch.send_plan(self.controller, tuple(asked), dict(refs), 1 << 20)
+        return send_plan(self.controller, tuple(asked), dict(refs))
 
     def assert_works(self) -> None:
         """What is new has no trace of what failed before: a tensor in whose midst a plan was aborted is dirty."""

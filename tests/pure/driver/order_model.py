@@ -16,7 +16,6 @@ from typing import Any, cast
 import numpy as np
 
 from raycollect.core.model import Key, OpKind, ReduceOp
-from raycollect.driver import dispatch
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import RequestKey
 from raycollect.driver.participant_link import ParticipantLink
@@ -27,6 +26,7 @@ from raycollect.member.runtime import Runtime
 from raycollect.planner import Membership
 from raycollect.pos import Absence
 from tests.pure.driver.leased import declared
+from tests.pure.driver.sending import send_plan
 from tests.pure.driver.tracked_plans import group
 from tests.pure.local_world import LocalCommunicator, LocalWorld
 from tests.pure.sites import BUFFERS, WAIT_S, Came, Method, Ref, Site, Turn, change, first_values
@@ -222,7 +222,7 @@ class Fleet:
                 )
             )  # fmt: skip
         is_awaited = len(self.sent) % 2 > 0  # they end by their letters, too
-        tracker = dispatch.send_plan(self.controller, tuple(asked), refs, 1 << 20, is_awaited=is_awaited)
+        tracker = send_plan(self.controller, tuple(asked), refs, is_awaited=is_awaited)
         turns = tuple(made.turns)
         self.sent.append(
             Sent(calls=tuple(calls), tracker=tracker, mismatches=is_refused, is_missing=made.raises, turns=turns)
@@ -314,7 +314,7 @@ class Fleet:
 
     def _assert_made(self, tracker: PlanTracker, number: int, call: Call, expected: Any) -> None:
         for rank, one in enumerate(call.at):
-            ref = tracker.made[(number, tracker.plan.positions[f"{one:032x}"])]
+            ref = tracker.outputs[(number, tracker.plan.positions[f"{one:032x}"])]
             found = self.sites[one].store.look(ref.key)
             assert not isinstance(found, Absence)
             np.testing.assert_array_equal(found.tensors[0], expected, err_msg=f"rank {rank}")

@@ -15,7 +15,7 @@ from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core.model import Launch
 from raycollect.driver import member_discovery
 from raycollect.driver.controller import Controller
-from raycollect.driver.dispatch import prepare, send_plan
+from raycollect.driver.dispatch import prepare
 from raycollect.driver.groups import Declared
 from raycollect.errors import (
     ActorGoneError,
@@ -31,6 +31,7 @@ from raycollect.group.channel_exchange import ChannelExchange
 from raycollect.group.coordinator import ALL, PLANS
 from raycollect.ray_bridge.submitted_calls import AllHeld, SubmittedCalls
 from tests.pure.driver.leased import Line, controller, crew, declared, lease, registered, registered_anew, said
+from tests.pure.driver.sending import send_plan
 from tests.pure.driver.tracked_plans import asked, flying, group, key_of
 from tests.support.waiting import interrupt_in
 
@@ -146,7 +147,7 @@ def test_a_signal_while_a_plan_is_sent_comes_up_once_all_have_it(controller, at)
         peer.submit = lambda payload, outputs, place=place: submit(place)  # type: ignore[method-assign]
     refs = {key_of(place): object() for place in range(3)}
     with pytest.raises(KeyboardInterrupt):
-        send_plan(controller, (asked(membership, (0, 1, 2)),), refs, 0)
+        send_plan(controller, (asked(membership, (0, 1, 2)),), refs)
     assert sent == [0, 1, 2]
     (tracker,) = controller.plans.trackers()
     for place, peer in enumerate(peers):
@@ -176,7 +177,7 @@ def test_a_signal_in_the_wait_for_the_queues_of_actors_leaves_no_plan_behind(con
     assert has_it.wait(WAIT_S)
     interrupting = interrupt_in(AllHeld.__enter__)
     with pytest.raises(KeyboardInterrupt):
-        send_plan(controller, (asked(membership, (0, 1, 2)),), {key_of(at): object() for at in range(3)}, 0)
+        send_plan(controller, (asked(membership, (0, 1, 2)),), {key_of(at): object() for at in range(3)})
     interrupting.join(WAIT_S)
     with controller.plans.dispatching:  # nobody waits for the other thread
         assert not controller.plans.trackers()
@@ -221,7 +222,7 @@ def test_what_ends_in_the_wait_for_the_queues_of_actors_gets_no_plan(
         peer.submit = lambda payload, outputs: []  # type: ignore[method-assign]
     peers[2].calls.lock = Held()  # type: ignore[assignment, union-attr]
     with pytest.raises(kind):
-        send_plan(controller, (asked(membership, (0, 1, 2)),), {key_of(at): object() for at in range(3)}, 0)
+        send_plan(controller, (asked(membership, (0, 1, 2)),), {key_of(at): object() for at in range(3)})
     assert not controller.plans.trackers()
 
 
@@ -261,10 +262,10 @@ def test_the_plans_of_a_group_go_with_it(controller):
     membership = group("team", (5, 6))
     controller.groups.add(declared(membership))
     calls = (asked(membership, (0, 1)),)
-    first = prepare(calls, 0)
-    assert prepare(calls, 0) is first
+    first = prepare(calls, 0, ())
+    assert prepare(calls, 0, ()) is first
     controller.groups.destroy("team")
-    assert prepare(calls, 0) is not first
+    assert prepare(calls, 0, ()) is not first
 
 
 def test_no_call_finds_the_members_of_before_until_those_of_now_have_taken_their_place(

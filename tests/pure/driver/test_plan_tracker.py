@@ -510,15 +510,15 @@ def test_an_abandoned_success_or_cancellation_is_not_logged(caplog: pytest.LogCa
 def test_plans_are_remembered_by_form_and_not_by_refs() -> None:
     left = group("left", (1, 2, 3))
     calls = tuple(asked(left, (3 * at, 3 * at + 1, 3 * at + 2), inplace=bool(at % 2)) for at in range(5))
-    first = prepare(calls, 1 << 20)
-    assert prepare(tuple(call._replace() for call in calls), 1 << 20) is first
-    assert prepare(calls, 0) is not first
+    first = prepare(calls, 1 << 20, ())
+    assert prepare(tuple(call._replace() for call in calls), 1 << 20, ()) is first
+    assert prepare(calls, 0, ()) is not first
     assert first.plan.staging == 1 << 20
     assert first.outputs == ((0, 2, 4),) * 3
     assert [sorted(places) for places in first.sources] == [[at, at + 3, at + 6, at + 9, at + 12] for at in range(3)]
     assert len(set(first.programs)) == 3
     other = group("left", (1, 2, 3))
-    assert prepare(tuple(call._replace(group=other) for call in calls), 1 << 20) is not first, "another group"
+    assert prepare(tuple(call._replace(group=other) for call in calls), 1 << 20, ()) is not first, "another group"
 
 
 def test_violations_of_all_calls_are_one_error() -> None:
@@ -529,6 +529,6 @@ def test_violations_of_all_calls_are_one_error() -> None:
         ((bad,), "allreduce", [-1]),
     ):
         with pytest.raises(RefusedError) as caught:
-            prepare(calls, 0)
+            prepare(calls, 0, [key_of(at) for at in range(3)])
         assert caught.value.op == op
         assert sorted({violation.call for violation in caught.value.violations}) == wrong

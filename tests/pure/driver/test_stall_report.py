@@ -32,8 +32,9 @@ class Asked:
         self.clock = clock
         self.participants = self.plans = self
 
-    def send(self, tracker: Any, orders: Any) -> None:
-        """Carries out what a flight wants said: nothing."""
+    def fail(self, tracker: Any, error: Any) -> None:
+        """Ends a plan here; nobody is told."""
+        tracker.fail(error)
 
     def look(self, members: Any, timeout_s: float) -> list[Seen | None]:
         assert timeout_s == stall_report.LOOK_S
