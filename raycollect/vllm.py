@@ -4,16 +4,19 @@
 
     import raycollect.vllm
 
-    raycollect.vllm.register()  # in the trainer; in vLLM's workers, by a plugin of vLLM
+    raycollect.vllm.register()  # in the trainer; vLLM calls it in its workers, as a plugin
 
 The trainer's rank 0 and all workers form a group themselves. An update is sent in buckets through host memory, each
 with its digest, and stays separate from the model until all workers have verified all of it. Then all of them load it,
-or none does. The interface is that of vLLM 0.33; docs/weight-sync.md says which parts of it are tested.
+or none does. The interface is that of vLLM 0.32 and 0.33, whose sources differ; docs/weight-sync.md says what is
+tested.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from importlib import import_module
@@ -31,12 +34,15 @@ from raycollect.weights import digests
 
 __all__ = ["Engine", "InitInfo", "TrainerEngine", "TrainerInitInfo", "UpdateInfo", "register"]
 
+_log = logging.getLogger("raycollect")
+
 torch: Any = import_module("torch")
 base: Any = import_module("vllm.distributed.weight_transfer.base")
 
 BACKEND = "raycollect"
 _ALIGNMENT = 16  # of a tensor in its bucket; and the length of a digest
 _TRAINER = 0
+_GRACE_S = 10.0  # for workers to end an update that has failed at the trainer
 
 
 def register() -> None:
@@ -186,8 +192,23 @@ def _not_whole(group: _Group, version: int, detail: str) -> VersionNotWholeError
 # ---------------------------------------------------------------------------------------------- a worker
 
 
+def _logged(call: Callable[..., None], *args: Any) -> bool:
+    """Returns whether a call has succeeded; logs its error."""
+    try:
+        call(*args)
+    except Exception:  # noqa: BLE001 - any exception is logged
+        _log.exception("an update of vLLM's weights failed; the trainer raises an error, too")
+        return False
+    return True
+
+
 class Engine(base.WeightTransferEngine):  # type: ignore[misc]
-    """A worker's side, which vLLM creates and calls."""
+    """A worker's side, which vLLM creates and calls.
+
+    What fails here is logged, and raised in the trainer, which hears of it in the group. When several workers raise,
+    vLLM's multiprocess executor reads the error of the first, and takes those of the others for the results of later
+    calls.
+    """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -200,46 +221,47 @@ class Engine(base.WeightTransferEngine):  # type: ignore[misc]
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Leaves the last group, and joins the new one."""
         self.shutdown()
+        _logged(self._join, init_info)
+
+    def _join(self, init_info: InitInfo) -> None:
         parallel = self.parallel_config
         first = parallel.data_parallel_index * parallel.world_size + init_info.rank_offset
         self._group = _Group(init_info, first + parallel.rank)
+        self._group.all_agree(not self._is_updating)  # the last trainer may have died in an update
 
     def start_weight_update(self) -> None:
-        """Prepares vLLM for weights in the checkpoint's form."""
+        """Takes nothing from the model: vLLM would, and no weights are verified yet."""
         self._is_updating = True
-        import_module("vllm.model_executor.model_loader.reload").initialize_layerwise_reload(self.model)
 
     def finish_weight_update(self) -> None:
-        """Ends the update: vLLM restores the old weights that were not updated. A second call does nothing."""
-        if self._is_updating:
-            self._is_updating = False
-            reload = import_module("vllm.model_executor.model_loader.reload")
-            reload.finalize_layerwise_reload(self.model, self.model_config)
+        """Ends the update, which `receive_weights` has loaded or discarded."""
+        self._is_updating = False
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Receives an update, verifies it, and loads it when all workers have verified it.
 
-        If this fails, the update has ended, and the model has its previous weights.
-
-        Raises:
-            UnknownGroupError: `init_transfer_engine` has not been called.
-            VersionNotWholeError: A worker has other bits than were sent, or the trainer has refused its source.
-                No worker has loaded any weights.
-            RaycollectError: The trainer or a worker has died or is late; the error names it.
+        Otherwise the model goes on with its weights, and the trainer's `send_weights` raises the error.
         """
-        try:
-            self.model.load_weights(iter(self._received(update_info)))
-        except BaseException:
-            self.finish_weight_update()
-            raise
+        _logged(self._update, update_info)
 
-    def _received(self, update_info: UpdateInfo) -> list[tuple[str, Any]]:
-        """Returns the tensors of an update after all workers have verified it."""
+    def _update(self, update_info: UpdateInfo) -> None:
         group = self._group
         if group is None:
             raise UnknownGroupError(
                 group_name=InitInfo.group_name, detail="no group: init_transfer_engine has not been called"
             )
+        group.all_agree(_logged(self._load, self._received(group, update_info)))
+
+    def _load(self, weights: Sequence[tuple[str, Any]]) -> None:
+        reload = import_module("vllm.model_executor.model_loader.reload")
+        reload.initialize_layerwise_reload(self.model)
+        try:
+            self.model.load_weights(iter(weights))
+        finally:  # vLLM restores the old tensors of layers that were not loaded
+            reload.finalize_layerwise_reload(self.model, self.model_config)
+
+    def _received(self, group: _Group, update_info: UpdateInfo) -> list[tuple[str, Any]]:
+        """Returns the tensors of an update after all workers have verified it."""
         weights: list[tuple[str, Any]] = []
         wrong: list[str] = []
         for bucket in group.buckets(update_info):
@@ -264,6 +286,40 @@ class Engine(base.WeightTransferEngine):  # type: ignore[misc]
 # ---------------------------------------------------------------------------------------------- the trainer
 
 
+class _Source:
+    """A `WeightSource`, of vLLM 0.33 or of 0.32, which has `metadata()`, `__iter__` and `held_names()`."""
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
+        self._is_older = callable(given.metadata)
+        if not self._is_older and not given.implements_iter_full():
+            raise ValueError("the backend raycollect needs a WeightSource that implements iter_full()")
+
+    def metadata(self) -> Sequence[Any]:
+        metadata: Sequence[Any] = self._given.metadata() if self._is_older else self._given.metadata
+        return metadata
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        return iter(self._given if self._is_older else self._given.iter_full())
+
+    def missing(self, rank: int) -> list[str]:
+        """Returns the names that a rank does not have."""
+        held = self._given.held_names() if self._is_older else self._given.owned_names(rank)
+        return [] if held is None else [meta.name for meta in self.metadata() if meta.name not in held]
+
+
+def _fill(message: Any, bucket: Sequence[_Part], given: Iterator[tuple[str, Any]]) -> None:
+    """Copies the source's next tensors to a message, and adds the digest."""
+    nothing: tuple[str, Any] = ("", torch.empty(0))
+    for name, into in _views(message, bucket):
+        source_name, tensor = next(given, nothing)
+        if source_name != name or tensor.dtype != into.dtype or tensor.shape != into.shape:
+            what = f"{source_name!r}, {tensor.dtype} {list(tensor.shape)}" if source_name else "no more"
+            raise ValueError(f"the source yields {what}, not {name!r}, {into.dtype} {list(into.shape)}")
+        into.copy_(tensor.detach())
+    message[-_ALIGNMENT:] = _digest(message)
+
+
 class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
     """The trainer's side, on each of its ranks. Rank 0 sends; the others take part in gathers."""
 
@@ -272,7 +328,8 @@ class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
     def __init__(
         self, *, client: Any, source: Any = None, is_sender: bool = True, rank: int = 0, group: _Group | None = None
     ) -> None:
-        super().__init__(client=client, source=source, is_sender=is_sender, rank=rank)
+        super().__init__(client=client, source=source, is_sender=is_sender)
+        self.rank = rank  # vLLM 0.32 does not know it
         self._group = group
         self._version = 0
         self._memory: Any = None  # for the largest message: shared, so that workers of this host read it in place
@@ -285,11 +342,12 @@ class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
             ValueError: No source, or rank 0 does not have all of its tensors.
             RaycollectError: The workers have not joined, or the group can't be formed.
         """
-        if source is None or not source.implements_iter_full():
-            raise ValueError("the backend raycollect needs a WeightSource that implements iter_full()")
-        for tensor in source.metadata:
-            if tensor.owners is not None and _TRAINER not in tensor.owners:
-                raise ValueError(f"rank 0 sends all tensors, and {tensor.name!r} belongs to the ranks {tensor.owners}")
+        if source is None:
+            raise ValueError("the backend raycollect needs a WeightSource")
+        source = _Source(source)
+        missing = source.missing(_TRAINER) if init_info.is_sender else []
+        if missing:
+            raise ValueError(f"rank 0 sends all tensors, and does not have {missing[0]!r}")
         group = None
         if init_info.is_sender:
             shared = {option.name for option in fields(InitInfo)} & {option.name for option in fields(init_info)}
@@ -297,6 +355,9 @@ class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
             try:
                 with threads.beside("raycollect-vllm", client.init_weight_transfer_engine, worker_info):
                     group = _Group(init_info, _TRAINER)
+                    is_updating = not group.all_agree(True)
+                if is_updating:
+                    client.finish_weight_update()
             except BaseException:
                 if group is not None:
                     group.leave()  # frees the name for another attempt
@@ -307,57 +368,66 @@ class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
         """Sends the source's current tensors as the next version; returns when all workers have loaded it.
 
         Raises:
-            VersionNotWholeError: A worker has other bits than were sent. No worker has loaded any weights.
+            VersionNotWholeError: A worker has other bits than were sent: no worker has loaded any weights. Or vLLM
+                could not load them, and its log says why: layers may differ in version until the next update.
             RaycollectError: A worker has died or is late. After `shutdown`, `trainer_init` forms a new group.
             ValueError: The source's tensors differ from its metadata.
             UnknownGroupError: Rank 0 has left the group.
         """
         if not self.is_sender:
-            for _ in self.source.iter_full():
+            for _ in self.source:
                 pass
             return
         if self._group is None:
             raise UnknownGroupError(group_name=InitInfo.group_name, detail="no group: shutdown has been called")
-        meta = self.source.metadata
+        meta = self.source.metadata()
         info = UpdateInfo(
             version=self._version + 1,
             names=[tensor.name for tensor in meta],
             dtype_names=[str(tensor.dtype).removeprefix("torch.") for tensor in meta],
             shapes=[list(tensor.shape) for tensor in meta],
         )
+        updating: Future[object] | None = None
         try:
             self.client.start_weight_update()
-            with threads.beside("raycollect-vllm", self.client.update_weights, asdict(info)):
+            with threads.beside("raycollect-vllm", self.client.update_weights, asdict(info)) as updating:
                 self._send(self._group, info)
         except BaseException:
             with suppress(Exception):  # the cause matters more
-                self.client.finish_weight_update()  # restores the old weights also in workers without the update
+                if updating is not None:
+                    updating.result(_GRACE_S)  # vLLM's calls can't run beside each other
+                    self.client.finish_weight_update()
             raise
         self.client.finish_weight_update(str(info.version))
         self._version = info.version
 
     def _send(self, group: _Group, info: UpdateInfo) -> None:
-        given: Iterator[tuple[str, Any]] = iter(self.source.iter_full())
-        nothing: tuple[str, Any] = ("", torch.empty(0))
+        given = iter(self.source)
+        refusal: Exception | None = None
         for bucket in group.buckets(info):
             if self._memory is None or len(self._memory) < _nbytes(bucket):
                 memory = allocate(TensorInfo(shape=(_nbytes(bucket),), dtype="uint8", itemsize=1, library="torch"))
                 self._memory = memory.zero_()
             message = self._memory[: _nbytes(bucket)]
-            for name, into in _views(message, bucket):
-                source_name, tensor = next(given, nothing)
-                if source_name != name or tensor.dtype != into.dtype or tensor.shape != into.shape:
-                    what = f"{source_name!r}, {tensor.dtype} {list(tensor.shape)}" if source_name else "no more"
-                    raise ValueError(f"the source yields {what}, not {name!r}, {into.dtype} {list(into.shape)}")
-                into.copy_(tensor.detach())
-            message[-_ALIGNMENT:] = _digest(message)
+            if refusal is None:
+                try:
+                    _fill(message, bucket, given)
+                except Exception as exc:  # noqa: BLE001 - the user's; the workers still wait for all messages
+                    refusal = exc
             group.broadcast(message)
-        more, _ = next(given, nothing)  # exhausts the source, as the other ranks of the trainer do
-        is_good = group.all_agree(not more)
-        if more:
-            raise ValueError(f"the source also yields {more!r}, which is not in its metadata")
+        if refusal is None:
+            try:
+                for more, _ in given:  # exhausts the source, as the other ranks of the trainer do
+                    raise ValueError(f"the source also yields {more!r}, which is not in its metadata")
+            except Exception as exc:  # noqa: BLE001 - as above
+                refusal = exc
+        is_good = group.all_agree(refusal is None)
+        if refusal is not None:
+            raise refusal
         if not is_good:
             raise _not_whole(group, info.version, "a worker has other bits than were sent")
+        if not group.all_agree(True):
+            raise _not_whole(group, info.version, "vLLM could not load it; the log of a worker says why")
 
     def shutdown(self) -> None:
         """Leaves the group."""
