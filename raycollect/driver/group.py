@@ -262,6 +262,7 @@ def declare_collective_group(
     rank_table: Any = None,
     pg_options: Any = None,
     timeout_s: float | None = None,
+    replace: bool = False,
 ) -> Group:
     """Declares actors to be a group; returns when every member has joined.
 
@@ -284,13 +285,15 @@ def declare_collective_group(
             ``"torch:sccl"`` a rank table's ``chip_map`` is added.
         timeout_s: How long to wait for the members, in seconds; an actor that is still pending is named. It is also
             how long ranks wait for each other in calls that do not say. Default 60.
+        replace: Whether a declared group of that name is destroyed first, as `destroy_collective_group` does, with its
+            actors dead or alive. So a notebook's cell can run again.
 
     Returns:
         The group.
 
     Raises:
         InvalidGroupError: The arguments can't form a group; with every reason.
-        GroupExistsError: A group of that name is declared.
+        GroupExistsError: A group of that name is declared, and `replace` is False.
         UnknownBackendError, BackendNotInstalledError, BackendUnavailableError: The backend can't be used.
         ActorGoneError, ParticipantDiedError, CollectiveTimeoutError: A member did not join.
         ControllerConflictError: Another process drives one of the actors.
@@ -313,7 +316,7 @@ def declare_collective_group(
     if not ray_session.is_started():
         raise ActorGoneError(op="declare", group_name=declaration.name, detail=member_discovery.OF_ANOTHER_RAY)
     controller = Controller.current()
-    return Group(controller, *controller.groups.declare(declaration))
+    return Group(controller, *controller.groups.declare(declaration, replaces=replace))
 
 
 create_collective_group = declare_collective_group

@@ -165,15 +165,15 @@ class Groups(Formation):
                 self._declaration(old)
             self._declared[declared[0].spec.name] = declared
 
-    def declare(self, declaration: Declaration) -> Declared:
-        """Forms a named group; returns when every member has joined."""
+    def declare(self, declaration: Declaration, *, replaces: bool = False) -> Declared:
+        """Forms a named group, by `replaces` in the place of another; returns when every member has joined."""
         name, deadline_s = declaration.name, monotonic() + declaration.timeout_s
         with self._claimed(name, name, deadline_s):
             before = self._declared.get(name)
             if before is not None:
-                if not self.coordinators.is_deserted(before[0]):
+                if not replaces and not self.coordinators.is_deserted(before[0]):
                     raise GroupExistsError(group_name=name)
-                self.destroy(name)  # all its members have left it
+                self.destroy(name)  # or all its members have left it
             return self._form(declaration, deadline_s, self.add)
 
     def rebuild(self, old: Membership, actors: Sequence[Any] | None, timeout_s: float) -> Declared:

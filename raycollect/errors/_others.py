@@ -27,7 +27,7 @@ class UnknownGroupError(GroupError):
 class GroupExistsError(GroupError):
     """A group of that name is declared already."""
 
-    cure = "destroy_collective_group(name) first, or choose another name"
+    cure = "destroy_collective_group(name) first, declare it with replace=True on the driver, or choose another name"
 
 
 class InvalidGroupError(GroupError, ValueError):

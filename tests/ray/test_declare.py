@@ -349,3 +349,29 @@ def test_members_may_leave_a_group_that_the_driver_declared(actors, cls):
         ray.get([w.__ray_call__.remote(leave_again) for w in workers])
     assert col.declare_collective_group(workers).status().state == "alive"
     col.barrier()
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_cell_that_declares_a_group_runs_again(actors, dies):
+    """The cell makes new actors each time; those of the old group may be dead."""
+    before = None
+    for value in range(3):
+        workers = actors(Worker, 2)
+        group = col.declare_collective_group(workers, replace=True)
+        refs = filled(workers, [value, 1])
+        col.allreduce_refs(refs)
+        np.testing.assert_array_equal(col.get(refs[0]), np.full(7, value + 1))
+        if before is not None:
+            assert before.status().state == "destroyed"
+        before = group
+        if dies:
+            ray.kill(workers[0])
+    col.declare_collective_group(workers[1:], replace=True)  # over an actor of the old group
+
+
+def test_a_declaration_that_is_refused_replaces_nothing(actors):
+    workers = actors(Worker, 2)
+    group = col.declare_collective_group(workers)
+    with pytest.raises(errors.InvalidGroupError):
+        col.declare_collective_group([workers[0], workers[0]], replace=True)
+    assert group.status().state == "alive"
