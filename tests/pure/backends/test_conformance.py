@@ -127,6 +127,34 @@ def test_every_two_values_meet(team_of: TeamOf, world: int, staged: bool) -> Non
     check_cases(team_of(world), chosen, staged=staged)
 
 
+CHUNKED = 1_500_001
+"""So many elements of 8 bytes that each uneven piece takes several chunks in every backend, the last of them shorter.
+
+shm moves plain arrays through its slots, and shared ones in place, where the ranks other than 0 have the large pieces.
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "inplace", "staged"), [("plain", False, False), ("plain", True, True), ("shared", False, False)]
+)
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_kernel_of_several_chunks(team_of: TeamOf, world: int, how: str, inplace: bool, staged: bool) -> None:
+    cases = [
+        Case(
+            kind=kind,
+            dtype="int64",
+            size=CHUNKED,
+            op=ReduceOp.SUM if kind in FOLDING else None,
+            peer=world - 1 if kind is OpKind.SEND else -1,
+            inplace=inplace and kind is not OpKind.SEND,
+            spread="uneven",
+            layout=how,
+        )
+        for kind in ALL_KINDS
+    ]
+    check_cases(team_of(world), cases, staged=staged)
+
+
 def test_the_selection_has_every_reduction_of_every_dtype() -> None:
     tested = {(chosen["op"], chosen["dtype"]) for chosen in SELECTED if chosen["op"] is not None}
     assert tested == {(op, dtype) for op, dtype in product(ReduceOp, PARAMETERS["dtype"]) if allowed(op, dtype)}
