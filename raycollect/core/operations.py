@@ -297,16 +297,11 @@ PIECES: dict[OpKind, tuple[bool, bool]] = {
 FOLDS = tuple(spec.kind for spec in _SPECS if spec.folds)
 """The operations that have a reduce op."""
 
-PREFIXES = tuple(spec.kind for spec in _SPECS if spec.folds and spec.sources is not _everyone)
-"""Those that give each rank the fold of the ranks before it, as MPI_Scan and MPI_Exscan."""
+PARTIAL_FOLDS = tuple(spec.kind for spec in _SPECS if spec.folds and spec.sources is not _everyone)
+"""Those that fold the values of other ranks for each rank (`OperationSpec.sources`), as MPI_Scan and MPI_Exscan."""
 
 USUAL = frozenset({OpKind.RECV, *(spec.kind for spec in _SPECS if spec.kernels == "usual")})
 """The operations that a backend runs which does not say."""
 
 ALL_KERNELS = USUAL | {spec.kind for spec in _SPECS if spec.kernels == "own"}
 """Those that the backends of this package run."""
-
-
-def folded_ranks(kind: OpKind, position: int, count: int) -> int:
-    """How many of `count` ranks, from the first on, are folded for the one at a position."""
-    return len(OPERATIONS[kind].sources(position, count))

@@ -48,11 +48,11 @@ DTYPES = (
 SPREADS = ("even", "uneven", "one has all")
 LAYOUTS = ("plain", "shared", "read-only", "every other", "reversed", "transposed", "column", "big-endian", "unaligned")
 
-PREFIXES = (OpKind.SCAN, OpKind.EXSCAN)
+PARTIAL_FOLDS = (OpKind.SCAN, OpKind.EXSCAN)
 REDUCTIONS = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.REDUCESCATTER)
 ROOTED = (OpKind.REDUCE, OpKind.BROADCAST, OpKind.GATHER, OpKind.SCATTER, OpKind.SEND)
 KINDS = (*REDUCTIONS, OpKind.BROADCAST, OpKind.ALLGATHER, OpKind.GATHER, OpKind.SCATTER, OpKind.ALLTOALL, OpKind.SEND)
-FOLDING, ALL_KINDS = (*REDUCTIONS, *PREFIXES), (*KINDS, *PREFIXES)
+FOLDING, ALL_KINDS = (*REDUCTIONS, *PARTIAL_FOLDS), (*KINDS, *PARTIAL_FOLDS)
 """The same with the kinds that no library for GPUs has."""
 
 TOLERANCE = {"float16": 2e-2, "float32": 1e-5, "float64": 1e-12, "complex64": 1e-5, "complex128": 1e-12}
@@ -315,7 +315,7 @@ def put_in_place(kind: OpKind, rank: int, src: Any, dst: Any) -> tuple[Any, tupl
     """What is written becomes what is read wherever the kernel allows it; second, the arrays in both places."""
     if dst is None:
         return None, ()
-    if kind in (OpKind.ALLREDUCE, OpKind.REDUCE, *PREFIXES):
+    if kind in (OpKind.ALLREDUCE, OpKind.REDUCE, *PARTIAL_FOLDS):
         return src, (src,)
     if kind is OpKind.BROADCAST:  # one array for the root, which need not be written
         return dst if src is None else None, ()
