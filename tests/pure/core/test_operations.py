@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from raycollect.core.model import OpKind, ReduceOp
-from raycollect.core.operations import OPERATIONS, OperationSpec, has_part
+from raycollect.core.operations import OPERATIONS, OperationSpec, by_kind, has_part
 from tests.pure.meaning import KINDS, folded, gives_of, meaning, roots_of, takers
 
 WORLD = 4
@@ -17,6 +17,22 @@ WORLD = 4
 def test_each_operation_has_its_entry() -> None:
     assert set(OPERATIONS) == set(OpKind) - {OpKind.RECV}
     assert all(spec.kind is kind for kind, spec in OPERATIONS.items())
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        OperationSpec(kind=OpKind.SCAN, folds=True, substitutes=((OpKind.ALLGATHER,),)),
+        OperationSpec(
+            kind=OpKind.SCATTER, gives="root", gives_pieces=True, substitutes=((OpKind.REDUCE, OpKind.SEND),)
+        ),
+        OperationSpec(kind=OpKind.SCAN, substitutes=((OpKind.ALLGATHER,),)),
+    ],
+    ids=["a fold by moves", "a move by folds", "several values as one"],
+)
+def test_an_operation_that_contradicts_itself_is_refused(spec: OperationSpec) -> None:
+    with pytest.raises(ValueError, match=spec.kind.value):
+        by_kind([*OPERATIONS.values(), spec])
 
 
 def taken(spec: OperationSpec, gives: list[Any], rank: int, root: int) -> Any:

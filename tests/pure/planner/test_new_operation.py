@@ -28,7 +28,7 @@ EDITS: dict[str, list[tuple[str, str]]] = {
     "core/operations.py": [
         _added('    BARRIER = "barrier"\n', '    NEIGHBOUR_EXCHANGE = "neighbour_exchange"\n'),
         _added(
-            ")\n\nOPERATIONS: dict",
+            ")\n\n\ndef by_kind(",
             """\
     OperationSpec(
         kind=OpKind.NEIGHBOUR_EXCHANGE,
@@ -99,7 +99,7 @@ KERNELS: dict[str, list[tuple[str, str]]] = {
     "core/operations.py": [
         _added('    BARRIER = "barrier"\n', '    SUFFIX_SCAN = "suffix_scan"\n'),
         _added(
-            ")\n\nOPERATIONS: dict",
+            ")\n\n\ndef by_kind(",
             """\
     OperationSpec(
         kind=OpKind.SUFFIX_SCAN,
