@@ -1,5 +1,8 @@
 """Kernels on ordinary arrays of several processes: staged by chunks through slots in shared memory.
 
+A kernel comes here if it is a SCAN or EXSCAN, if its array or largest piece is smaller than
+`direct.DIRECT_FROM_NBYTES`, or if the ranks' arrays are not contiguous and in shared memory as `in_place` needs them.
+
 Theory. Each rank has two slots of `CHUNK_NBYTES`. A kernel runs in chunks: each source rank copies a chunk to its slot;
 a barrier; then the ranks read what they need from each other's slots. The slots alternate, so that the copy of the next
 chunk overlaps with slower readers, and a kernel of k chunks has k barriers (the first of them is the agreement, before
