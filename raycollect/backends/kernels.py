@@ -25,6 +25,8 @@ from raycollect.errors import (
 
 _Result = TypeVar("_Result")
 
+_MOVED = (OpKind.BROADCAST, OpKind.SEND, OpKind.RECV)
+
 
 def check_arrival(arrival: bytes, limit_nbytes: int, group_name: str, rank: int) -> None:
     """Raises UnsupportedError if an arrival is too long for the agreement."""
@@ -201,8 +203,11 @@ def movement(kernel: Kernel, *, is_root: bool) -> tuple[Flat | None, Flat | None
 def moved(kernel: Kernel, *, is_root: bool) -> tuple[Any, Any]:
     """Returns the arrays that a rank reads and writes in a broadcast, send or receive; None for none.
 
-    The root reads `src` (or `dst`, if that is its only array), and writes `dst` only if it is another array.
+    The root reads `src` (or `dst`, if that is its only array), and writes `dst` only if it is another array. Raises
+    NotImplementedError for any other kind: a backend names it in `Capabilities.ops`, and has no kernel of it.
     """
+    if kernel.kind not in _MOVED:
+        raise NotImplementedError(f"the backend has no kernel of {kernel.kind.value}")
     read = kernel.dst if kernel.src is None else kernel.src
     write = kernel.src if kernel.dst is None else kernel.dst
     if read is None or write is None:

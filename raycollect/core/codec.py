@@ -49,8 +49,11 @@ _encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder(enc_hook=_as_builtin).
 class Codec(Generic[_T]):
     """Encodes and decodes the values of one annotation. The decoder is created on first use.
 
+    A module assigns it like ``_ADDRESSES = Codec[_Address](_Address, "address of a rank")``, where `_Address` is a
+    `Wire` class. `tests/pure/core/test_codec.py` finds all codecs of that form.
+
     Args:
-        hint: The annotation: a class, or a tuple of fields.
+        hint: The annotation: a `Wire` class, or another that msgspec decodes, such as ``str`` or ``tuple[int, str]``.
         what: The name of such a value in errors.
         version: A byte before the value; values of other versions are refused. 0: no such byte.
         long_nbytes: The size from which values are compressed; 0: never.

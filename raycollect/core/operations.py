@@ -106,7 +106,8 @@ class OperationSpec:
         refs: The driver's parameters of the inputs and of the outputs; empty where there are none.
         kernels: Which backends have a kernel of it. ``"usual"``: all that do not say which they have; ``"own"``: those
             of this package; empty: those alone that name it.
-        substitutes: The operations that it is made of where a backend lacks it, the best first.
+        substitutes: The operations that it is made of where a backend lacks it, the best first. Those of a folding
+            operation fold; others only move.
         price: What its kernel costs, where that does not follow from who gives what to whom.
     """
 
@@ -286,7 +287,26 @@ _SPECS = (
     ),
 )
 
-OPERATIONS: dict[OpKind, OperationSpec] = {spec.kind: spec for spec in _SPECS}
+
+def by_kind(specs: Sequence[OperationSpec]) -> dict[OpKind, OperationSpec]:
+    """Builds the table of operations.
+
+    Raises:
+        ValueError: An operation that folds has a substitute that does not, or the other way round; or an operation
+            without fold or pieces takes the values of several ranks.
+    """
+    folds = {spec.kind for spec in specs if spec.folds}
+    for spec in specs:
+        for needs in spec.substitutes:
+            if needs and spec.folds != any(kind in folds for kind in needs):
+                does, names = "folds" if spec.folds else "does not fold", [kind.value for kind in needs]
+                raise ValueError(f"{spec.kind.value} {does} values, unlike its substitute {names}")
+        if spec.gives == "all" and not (spec.folds or spec.takes_pieces) and len(spec.sources(0, 2)) != 1:
+            raise ValueError(f"{spec.kind.value} has no fold or pieces for the values of several sources")
+    return {spec.kind: spec for spec in specs}
+
+
+OPERATIONS: dict[OpKind, OperationSpec] = by_kind(_SPECS)
 """Every operation; the RECV of a receiver is its half of a SEND."""
 
 PIECES: dict[OpKind, tuple[bool, bool]] = {
@@ -297,16 +317,11 @@ PIECES: dict[OpKind, tuple[bool, bool]] = {
 FOLDS = tuple(spec.kind for spec in _SPECS if spec.folds)
 """The operations that have a reduce op."""
 
-PREFIXES = tuple(spec.kind for spec in _SPECS if spec.folds and spec.sources is not _everyone)
-"""Those that give each rank the fold of the ranks before it, as MPI_Scan and MPI_Exscan."""
+PARTIAL_FOLDS = tuple(spec.kind for spec in _SPECS if spec.folds and spec.sources is not _everyone)
+"""Those that fold the values of other ranks for each rank (`OperationSpec.sources`), as MPI_Scan and MPI_Exscan."""
 
 USUAL = frozenset({OpKind.RECV, *(spec.kind for spec in _SPECS if spec.kernels == "usual")})
 """The operations that a backend runs which does not say."""
 
 ALL_KERNELS = USUAL | {spec.kind for spec in _SPECS if spec.kernels == "own"}
 """Those that the backends of this package run."""
-
-
-def folded_ranks(kind: OpKind, position: int, count: int) -> int:
-    """How many of `count` ranks, from the first on, are folded for the one at a position."""
-    return len(OPERATIONS[kind].sources(position, count))

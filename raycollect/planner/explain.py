@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from raycollect.core.model import OpKind, ReduceOp
-from raycollect.core.operations import OPERATIONS, PREFIXES
+from raycollect.core.operations import OPERATIONS, PARTIAL_FOLDS
 from raycollect.planner.algorithms import ALGORITHMS, cost_of, rivals
 from raycollect.planner.cost import FREE, Cost, HostLayout, priced
 from raycollect.planner.fusion import buckets, coalesced
@@ -167,7 +167,7 @@ class _Bundle:
             return ""
         by_host = not self.membership.pricing.rings and not self.membership.spec.in_rank_order
         narrow = any(info.itemsize < 4 and "float" in info.dtype for info in self._given)
-        if self.membership.bitwise or (by_host and (narrow or request.kind in PREFIXES)):
+        if self.membership.bitwise or (by_host and (narrow or request.kind in PARTIAL_FOLDS)):
             return "the left fold in rank order"
         return "the left fold over hosts, in rank order inside each" if by_host else "equal on all ranks"
 

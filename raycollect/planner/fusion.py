@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from raycollect.core.model import OpKind
-from raycollect.core.operations import PIECES, PREFIXES
+from raycollect.core.operations import PARTIAL_FOLDS, PIECES
 
 PACKED_UP_TO_NBYTES = 128 << 10
 """The largest tensor (all its pieces together) that is packed: copying it in and out takes about as long as the start
@@ -29,7 +29,7 @@ def coalesced(kind: OpKind, sizes: Sequence[int], *, coalesces: bool) -> list[in
         sizes: For each tensor the staging bytes that it takes; -1: it can't be packed.
         coalesces: Whether the backend runs several kernels with fewer synchronizations.
     """
-    if not coalesces or kind in PIECES or kind in PREFIXES:
+    if not coalesces or kind in PIECES or kind in PARTIAL_FOLDS:
         return []
     large = [at for at, nbytes in enumerate(sizes) if nbytes >= TOGETHER_FROM_NBYTES]
     return large if len(large) > 1 else []

@@ -21,6 +21,7 @@ import numpy as np
 from raycollect import backends
 from raycollect.backends import arrays
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.operations import ALL_KERNELS, FOLDS, OPERATIONS, PARTIAL_FOLDS, USUAL
 from raycollect.core.protocols import Communicator
 from raycollect.pos import tensors
 from tests.pure.communicators import Team
@@ -48,12 +49,11 @@ DTYPES = (
 SPREADS = ("even", "uneven", "one has all")
 LAYOUTS = ("plain", "shared", "read-only", "every other", "reversed", "transposed", "column", "big-endian", "unaligned")
 
-PREFIXES = (OpKind.SCAN, OpKind.EXSCAN)
-REDUCTIONS = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.REDUCESCATTER)
-ROOTED = (OpKind.REDUCE, OpKind.BROADCAST, OpKind.GATHER, OpKind.SCATTER, OpKind.SEND)
-KINDS = (*REDUCTIONS, OpKind.BROADCAST, OpKind.ALLGATHER, OpKind.GATHER, OpKind.SCATTER, OpKind.ALLTOALL, OpKind.SEND)
-FOLDING, ALL_KINDS = (*REDUCTIONS, *PREFIXES), (*KINDS, *PREFIXES)
-"""The same with the kinds that no library for GPUs has."""
+FOLDING = FOLDS
+ROOTED = tuple(kind for kind, spec in OPERATIONS.items() if spec.root)
+ALL_KINDS = tuple(kind for kind in OPERATIONS if kind in ALL_KERNELS and kind is not OpKind.BARRIER)
+KINDS, REDUCTIONS = (tuple(kind for kind in kinds if kind in USUAL) for kinds in (ALL_KINDS, FOLDS))
+"""The same without the kinds that no library for GPUs has."""
 
 TOLERANCE = {"float16": 2e-2, "float32": 1e-5, "float64": 1e-12, "complex64": 1e-5, "complex128": 1e-12}
 """How far a backend that does not promise the left fold may be from it; whatever is not here is exact everywhere."""
@@ -178,7 +178,7 @@ def sides(case: Case, rank: int, world: int) -> tuple[Any, Any, int]:  # noqa: C
             return exchanged(rank), tuple(exchanged(giver)[rank] for giver in range(world)), largest
         case OpKind.SEND:
             return (whole(case.root), None, 0) if is_root else (None, whole(case.root), 0)
-    raise AssertionError(case.kind)
+    raise AssertionError(f"tests/pure/conformance.py says nothing of {case.kind.value}")
 
 
 # ------------------------------------------------------------------------------- arrays
@@ -315,7 +315,7 @@ def put_in_place(kind: OpKind, rank: int, src: Any, dst: Any) -> tuple[Any, tupl
     """What is written becomes what is read wherever the kernel allows it; second, the arrays in both places."""
     if dst is None:
         return None, ()
-    if kind in (OpKind.ALLREDUCE, OpKind.REDUCE, *PREFIXES):
+    if OPERATIONS[kind].in_place:
         return src, (src,)
     if kind is OpKind.BROADCAST:  # one array for the root, which need not be written
         return dst if src is None else None, ()
@@ -467,7 +467,7 @@ def body_peak(communicator: Communicator, launch: Launch, kind: OpKind, nbytes: 
     whole, other = (np.ones(nbytes // 4 // world * world * stride, np.int32)[::stride] for _ in range(2))
     pieces = tuple(np.split(other, world))
     src, dst = {
-        **dict.fromkeys((OpKind.ALLREDUCE, OpKind.SCAN, OpKind.EXSCAN), (whole, whole)),
+        **dict.fromkeys((OpKind.ALLREDUCE, *PARTIAL_FOLDS), (whole, whole)),
         OpKind.REDUCE: (whole, whole if rank == 0 else None),
         OpKind.REDUCESCATTER: (pieces, pieces[rank]),
         OpKind.BROADCAST: (whole, whole),

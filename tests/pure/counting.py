@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from raycollect.core.model import OpKind
+from raycollect.core.operations import OPERATIONS, PARTIAL_FOLDS
 from raycollect.planner.ir import Part
 
 Flow = tuple[int, int, float]
@@ -27,6 +29,10 @@ def _from_root(world: int, root: int, share: float) -> list[Flow]:
     return [(root, a, share) for a in range(world) if a != root]
 
 
+def _to_takers(sources: Callable[[int, int], Sequence[int]], world: int, root: int) -> list[Flow]:
+    return [(a, b, 1) for b in range(world) for a in sources(b, world) if a != b]
+
+
 def _binomial(world: int, root: int) -> list[Flow]:
     """Everyone gets it from the one whose number lacks its lowest bit."""
     return [((at - (at & -at) + root) % world, (at + root) % world, 1) for at in range(1, world)]
@@ -42,9 +48,7 @@ def _spread(world: int, root: int) -> list[Flow]:
 _DIRECT: dict[OpKind, Callable[[int, int], list[Flow]]] = {
     OpKind.REDUCESCATTER: lambda w, root: _everybody(w, 1 / w),
     OpKind.ALLTOALL: lambda w, root: _everybody(w, 1 / w),
-    **dict.fromkeys(
-        (OpKind.SCAN, OpKind.EXSCAN), lambda w, root: [(a, b, 1) for a in range(w) for b in range(a + 1, w)]
-    ),
+    **{kind: partial(_to_takers, OPERATIONS[kind].sources) for kind in PARTIAL_FOLDS},
     OpKind.GATHER: lambda w, root: _to_root(w, root, 1),
     OpKind.SCATTER: lambda w, root: _from_root(w, root, 1 / w),
     OpKind.BARRIER: lambda w, root: [],
@@ -70,6 +74,9 @@ _FLOWS["library"] = _FLOWS["gloo"] | {
     OpKind.ALLGATHER: lambda w, root: _around(w, w - 1),
     OpKind.BROADCAST: _binomial,
 }
+
+
+KINDS = tuple(_FLOWS["library"])
 
 
 def flows(kind: OpKind, backend: str, world: int, root: int) -> list[Flow]:

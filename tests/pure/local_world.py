@@ -16,7 +16,7 @@ from raycollect.backends.arrays import Array, Flat
 from raycollect.backends.folds import fold
 from raycollect.backends.kernels import absent, movement, recognized, reduce_op, translated
 from raycollect.core.model import Kernel, Launch, OpKind
-from raycollect.core.operations import folded_ranks
+from raycollect.core.operations import OPERATIONS, PARTIAL_FOLDS
 from raycollect.errors import GroupBrokenError, InternalError, PlanAbortedError
 
 OUTCOMES = 64  # How many ended launches are kept for slower peers to query
@@ -204,8 +204,8 @@ class LocalCommunicator:
         _write(kernel.dst, _folded(kernel, [given[mine] for given in self._give(launch, kernel.src)]))
 
     def _scan(self, launch: Launch, kernel: Kernel) -> None:
-        parts, place = self._give(launch, kernel.src), launch.ranks.index(self.rank)
-        _write(kernel.dst, _folded(kernel, parts[: folded_ranks(kernel.kind, place, len(parts))]))
+        parts, position = self._give(launch, kernel.src), launch.ranks.index(self.rank)
+        _write(kernel.dst, _folded(kernel, [parts[at] for at in OPERATIONS[kernel.kind].sources(position, len(parts))]))
 
     def _alltoall(self, launch: Launch, kernel: Kernel) -> None:
         mine = launch.ranks.index(self.rank)
@@ -221,12 +221,12 @@ _KERNELS: dict[OpKind, Callable[[LocalCommunicator, Launch, Kernel], None]] = {
     OpKind.SCATTER: LocalCommunicator._scatter,
     OpKind.REDUCESCATTER: LocalCommunicator._reducescatter,
     OpKind.ALLTOALL: LocalCommunicator._alltoall,
-    OpKind.SCAN: LocalCommunicator._scan,
-    OpKind.EXSCAN: LocalCommunicator._scan,
+    **dict.fromkeys(PARTIAL_FOLDS, LocalCommunicator._scan),
     OpKind.SEND: LocalCommunicator._copy,
     OpKind.RECV: LocalCommunicator._copy,
     OpKind.BARRIER: LocalCommunicator._barrier,
 }
+KINDS = tuple(_KERNELS)
 
 
 def _copied(array: Array | None) -> Array | None:

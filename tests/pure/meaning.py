@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from raycollect.core.model import OpKind, ReduceOp
-from raycollect.core.operations import PIECES
+from raycollect.core.operations import FOLDS, OPERATIONS, PIECES, has_part
 
-REDUCTIONS = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.REDUCESCATTER, OpKind.SCAN, OpKind.EXSCAN)
-ROOTED = (OpKind.REDUCE, OpKind.BROADCAST, OpKind.GATHER, OpKind.SCATTER)
+REDUCTIONS = FOLDS
+ROOTED = tuple(kind for kind, spec in OPERATIONS.items() if spec.root and kind is not OpKind.SEND)
 
 _TWO: dict[ReduceOp, Callable[[Any, Any], Any]] = {
     ReduceOp.SUM: lambda a, b: a | b if a.dtype == bool else a + b,
@@ -103,6 +103,11 @@ def takers(kind: OpKind, world: int, root: int, peer: int = -1) -> list[int]:
         OpKind.REDUCESCATTER: everyone,
         OpKind.ALLTOALL: everyone,
     }.get(kind, [])
+
+
+def takes_in_place(kind: OpKind, rank: int, root: int) -> bool:
+    """Whether a rank's result replaces what it gives, unless a new tensor is asked for."""
+    return OPERATIONS[kind].in_place and has_part(OPERATIONS[kind].takes, rank, root, -1)
 
 
 def roots_of(kind: OpKind, world: int) -> list[tuple[int, int]]:

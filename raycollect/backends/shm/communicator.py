@@ -28,7 +28,7 @@ from raycollect.backends.shm.staged import StagedKernels, slots_nbytes
 from raycollect.core.boxes import BoxExchange
 from raycollect.core.kernel_progress import here
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind
-from raycollect.core.operations import PIECES, PREFIXES
+from raycollect.core.operations import PARTIAL_FOLDS, PIECES
 from raycollect.core.protocols import Communicator, Joining, SegmentSource
 from raycollect.errors import GroupBrokenError
 
@@ -241,7 +241,7 @@ class ShmCommunicator:
 
 def _is_for_direct(kernel: Kernel) -> bool:
     # In place, a scan would overwrite data that later ranks have yet to read.
-    return kernel.kind not in PREFIXES and InPlaceKernels.is_worth(_nbytes(kernel))
+    return kernel.kind not in PARTIAL_FOLDS and InPlaceKernels.is_worth(_nbytes(kernel))
 
 
 def _nbytes(kernel: Kernel) -> int:

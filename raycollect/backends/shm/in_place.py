@@ -1,5 +1,9 @@
 """The work of kernels in place: a rank's folds and copies, and its waits for other ranks afterwards.
 
+A kernel comes here if its array or largest piece has at least `direct.DIRECT_FROM_NBYTES`, and the arrays listed below
+are contiguous and in shared memory; kernels that are launched together count as one. SCAN, EXSCAN and all other kernels
+are staged (`staged`). `communicator._is_for_direct` has the rule.
+
 Theory, for w ranks and arrays of n bytes. A reduction is cut into w slices; each rank folds its slice of all arrays, in
 rank order, a cache-sized block at a time, and writes the block to all targets: w reads and w writes of n / w bytes per
 rank, the minimum of memory traffic. Everything else is one copy per byte, made by the receiver straight from the

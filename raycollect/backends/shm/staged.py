@@ -1,5 +1,8 @@
 """Kernels on ordinary arrays of several processes: staged by chunks through slots in shared memory.
 
+A kernel comes here if it is a SCAN or EXSCAN, if its array or largest piece is smaller than
+`direct.DIRECT_FROM_NBYTES`, or if the ranks' arrays are not contiguous and in shared memory as `in_place` needs them.
+
 Theory. Each rank has two slots of `CHUNK_NBYTES`. A kernel runs in chunks: each source rank copies a chunk to its slot;
 a barrier; then the ranks read what they need from each other's slots. The slots alternate, so that the copy of the next
 chunk overlaps with slower readers, and a kernel of k chunks has k barriers (the first of them is the agreement, before
@@ -55,7 +58,7 @@ from raycollect.backends.shm.coalesced import CoalescedRow
 from raycollect.backends.shm.direct import DIRECT_FROM_NBYTES
 from raycollect.backends.shm.meeting import Meeting
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
-from raycollect.core.operations import PREFIXES, folded_ranks
+from raycollect.core.operations import OPERATIONS, PARTIAL_FOLDS
 
 CHUNK_NBYTES = 1 << 20  # The bytes of one staging slot; a multiple of every item size
 # (world size, chunk bytes) from which slices beat the redundant fold, as measured; smaller groups never slice
@@ -65,7 +68,7 @@ SLICED_WIDE_FROM_NBYTES: tuple[tuple[int, int], ...] = ((2, 32 << 10),)
 # Kernels in which a rank sends different data to each other rank
 CUT = (OpKind.SCATTER, OpKind.REDUCESCATTER, OpKind.ALLTOALL)
 # Kernels in which a rank sends the same data to all others
-_WHOLE = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.ALLGATHER, *PREFIXES)
+_WHOLE = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.ALLGATHER, *PARTIAL_FOLDS)
 _SLOTS = 2
 _VIEWS_KEPT = 64
 _LINE_NBYTES = 64
@@ -181,9 +184,10 @@ class StagedKernels:
         src, dst = reduction(kernel) if is_taker else (source(kernel), None)
         op, ranks = reduce_op(kernel), launch.ranks
         me, step = ranks.index(self._rank), CHUNK_NBYTES // src.dtype.itemsize
+        all_alike = kernel.kind not in PARTIAL_FOLDS
+        givers = () if all_alike else OPERATIONS[kernel.kind].sources(me, len(ranks))
         # Reading its own memory instead of its slot takes a quarter less time. `dst` may be that memory.
-        reads_own = me < READ_FIRST and src.direct
-        count, all_alike = folded_ranks(kernel.kind, me, len(ranks)), kernel.kind not in PREFIXES
+        reads_own = src.direct and (me < READ_FIRST if all_alike else me in givers[:READ_FIRST])
         for lo, hi in metered(src.size, step):
             width = hi - lo
             staging = self._staging(src.dtype, width)
@@ -202,7 +206,7 @@ class StagedKernels:
                 if reads_own:
                     parts[me] = src.read(lo, hi)
                 out = dst.target(lo, hi)
-                fold(op, parts[:count], out)
+                fold(op, parts if all_alike else [parts[giver] for giver in givers], out)
                 dst.commit(lo, hi, out)
 
     def _fold_once(self, launch: Launch, kernel: Kernel) -> bool:

@@ -25,7 +25,7 @@ from raycollect.backends.kernels import (
 from raycollect.backends.tcp.link import TcpMesh
 from raycollect.backends.tcp.peer import FRAME_NBYTES, FrameBatch
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
-from raycollect.core.operations import folded_ranks
+from raycollect.core.operations import OPERATIONS
 
 CHUNK_NBYTES = 2 << 20  # The bytes that a rank sends or stages at a time
 # (world size, bytes): the size up to which groups of at most that world size send arrays whole, as measured. Two ranks
@@ -209,19 +209,18 @@ class KernelRun:
 
     def _scan(self, kernel: Kernel) -> None:
         src, dst = reduction(kernel)
-        place, count = self._ranks.index(self._me), len(self._ranks)
-        counts = {rank: folded_ranks(kernel.kind, at, count) for at, rank in enumerate(self._ranks)}
-        givers = self._ranks[: counts[self._me]]
-        takers = [rank for rank in self._ranks if place < counts[rank]]
+        ranks, sources = self._ranks, OPERATIONS[kernel.kind].sources
+        givers_of = {rank: [ranks[giver] for giver in sources(at, len(ranks))] for at, rank in enumerate(ranks)}
+        givers, takers = givers_of[self._me], [rank for rank in ranks if self._me in givers_of[rank]]
         op = reduce_op(kernel)
 
-        def prefix(own: Array, parts: list[Array], out: Array) -> None:  # in rank order, also between hosts
+        def partial_fold(own: Array, parts: list[Array], out: Array) -> None:  # in their order, also between hosts
             if self._me in givers:
-                fold_with(op, parts, place, own, out)
+                fold_with(op, parts, givers.index(self._me), own, out)
             else:
                 fold(op, parts, out)
 
-        self._fold_whole(prefix, src, dst, givers, takers)
+        self._fold_whole(partial_fold, src, dst, givers, takers)
 
     def _reducescatter(self, kernel: Kernel) -> None:
         src, dst = scattered_reduction(kernel, self._ranks, self._me)

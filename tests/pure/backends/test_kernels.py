@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
+from raycollect import backends
 from raycollect.backends.kernels import (
     chunks,
     clipped,
@@ -17,10 +19,19 @@ from raycollect.backends.kernels import (
     transfers,
     translated,
 )
+from raycollect.backends.shm import staged
+from raycollect.backends.tcp import run
 from raycollect.core.model import Kernel, OpKind
 from raycollect.errors import InternalError, KernelError, PlanAbortedError
 
 RANKS = (1, 4, 6)
+
+
+@pytest.mark.parametrize(("backend", "module"), [("shm", staged), ("tcp", run)])
+def test_a_backend_has_a_kernel_of_each_operation_that_it_names(backend: str, module: ModuleType) -> None:
+    """`OperationSpec.kernels` makes the backends of this package name an operation."""
+    missing = {kind.value for kind in backends.get(backend).ops} - {kind.value for kind in module._KERNELS}
+    assert not missing, f"{module.__name__}._KERNELS lacks {missing}"
 
 
 def row(size: int, dtype: str = "int32") -> np.ndarray:
@@ -77,6 +88,15 @@ def test_other_kernels_that_do_not_fit() -> None:
         movement(Kernel(kind=OpKind.BROADCAST, src=ONE, dst=row(3)), is_root=True)
     with pytest.raises(InternalError, match="without an array"):
         movement(Kernel(kind=OpKind.BROADCAST), is_root=False)
+
+
+@pytest.mark.parametrize("kind", [OpKind.BARRIER, OpKind.REDUCE])
+def test_an_operation_without_a_kernel_is_named(kind: OpKind) -> None:
+    kernel = Kernel(kind=kind, src=ONE, dst=row(4))
+    with pytest.raises(KernelError) as caught, translated(kind, "g", 3):
+        movement(kernel, is_root=True)
+    assert caught.value.op == kind.value
+    assert isinstance(caught.value.__cause__, NotImplementedError)
 
 
 def test_what_a_rank_gives_itself_is_copied_unless_it_is_there() -> None:

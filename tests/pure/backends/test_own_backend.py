@@ -13,7 +13,7 @@ import pytest
 import raycollect
 from raycollect import backends
 from raycollect.core.model import OpKind, Pricing, ReduceOp
-from raycollect.core.operations import PREFIXES
+from raycollect.core.operations import PARTIAL_FOLDS
 from raycollect.errors import GroupBrokenError
 from raycollect.planner import Cluster, predict
 from tests.pure.communicators import ThreadTeam
@@ -49,7 +49,7 @@ def test_its_line_is_found_by_its_name(team: ThreadTeam) -> None:
     line = backends.get("Courier")
     assert line.name == "courier"
     assert backends.is_available("courier")
-    assert line.ops == frozenset(OpKind) - frozenset(PREFIXES)
+    assert line.ops == frozenset(OpKind) - frozenset(PARTIAL_FOLDS)
 
 
 @pytest.mark.parametrize("layout", ["plain", "every other", "big-endian", "read-only"])

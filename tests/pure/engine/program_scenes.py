@@ -16,7 +16,7 @@ from raycollect.backends import arrays, folds
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.core.operations import PIECES
 from tests.pure.fleet import Fleet, contain
-from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, gives_of, meaning, takers
+from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, gives_of, meaning, takers, takes_in_place
 from tests.pure.planner.requests import COLLECTIVE_SUBSTITUTES
 from tests.support.values import replace
 
@@ -239,9 +239,7 @@ def check(scene: Scene, stage: Stage, before: list[Any], outcomes: Sequence[Any]
     for rank, outcome in zip(scene.ranks, outcomes, strict=True):
         if outcome.error is not None:
             raise outcome.error
-        reduced = scene.kind in (OpKind.ALLREDUCE, OpKind.SCAN, OpKind.EXSCAN) or (
-            scene.kind is OpKind.REDUCE and rank == scene.root
-        )
+        reduced = takes_in_place(scene.kind, rank, scene.root)
         has_output = scene.outputs == "made" and (reduced or rank in scene.takers) and rank not in stage.takes
         assert len(outcome.outputs) == has_output, "no scratch is given back"
         if stage.expected[rank] is not None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from raycollect.backends import arrays
 from raycollect.core.model import OpKind, ReduceOp, TensorInfo
-from raycollect.core.operations import PIECES, PREFIXES
+from raycollect.core.operations import PARTIAL_FOLDS, PIECES
 from raycollect.engine.fusion_buffer import FusedKernel, FusionBuffer, FusionPool, Item, room
 from raycollect.planner import Request, plan
 from raycollect.planner.fusion import PACKED_UP_TO_NBYTES, TOGETHER_FROM_NBYTES, buckets, coalesced
@@ -47,7 +47,7 @@ def test_several_large_tensors_are_launched_together_or_none() -> None:
     large = TOGETHER_FROM_NBYTES
     sizes = [1, large, large - 1, 10 * large, -1]
     for kind in OpKind:
-        is_one = kind not in PIECES and kind not in PREFIXES
+        is_one = kind not in PIECES and kind not in PARTIAL_FOLDS
         assert coalesced(kind, sizes, coalesces=True) == ([1, 3] if is_one else [])
     assert coalesced(OpKind.ALLREDUCE, sizes, coalesces=False) == []
     assert coalesced(OpKind.ALLREDUCE, [1, large, large - 1, -1], coalesces=True) == []

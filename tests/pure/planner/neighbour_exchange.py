@@ -1,9 +1,11 @@
-"""A new operation, as `test_new_operation` adds it to a copy of the package; `main` runs in that copy."""
+"""New operations, as `test_new_operation` adds them to a copy of the package; `main` runs in that copy."""
 
 from __future__ import annotations
 
+import itertools
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,15 @@ import numpy as np
 
 import raycollect
 from raycollect import backends
-from raycollect.core.model import OpKind, TensorInfo
+from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp, TensorInfo
+from raycollect.core.protocols import Communicator
 from raycollect.errors import MismatchError, MissingMemberError, RefusedError
 from raycollect.planner import Cluster, Request, decode_program, encode_program, plan, predict
 from raycollect.planner.explain import explain
+from tests.pure.communicators import ThreadTeam
+from tests.pure.conformance import run_launch
 from tests.pure.fleet import Fleet
+from tests.pure.operands import left_fold, operand
 from tests.pure.processes import Crew
 from tests.support.values import replace
 
@@ -94,11 +100,33 @@ def members() -> None:
     crew.close()
 
 
+def body_fold(communicator: Communicator, launch: Launch, given: list[Any], *, in_place: bool) -> Any:
+    """Folds what this rank and those behind it give, from the last rank on."""
+    src = given[communicator.rank].copy()
+    dst = src if in_place else np.zeros_like(src)
+    run_launch(communicator, launch, Kernel(kind=OpKind("suffix_scan"), src=src, dst=dst, op=ReduceOp.SUM))
+    return dst
+
+
+def folds() -> None:
+    """A fold of the ranks that the table names, in its order, in several chunks."""
+    for backend, size in itertools.product(BACKENDS, (7, 700_001)):
+        team = ThreadTeam(backend, WORLD)
+        given = [operand(rank, "float32", size) for rank in range(WORLD)]
+        for in_place in (False, True):
+            results = team.must(partial(body_fold, given=given, in_place=in_place), team.launch())
+            for rank, result in enumerate(results):
+                expected = left_fold(ReduceOp.SUM, given[: rank - 1 if rank else None : -1])
+                np.testing.assert_array_equal(result, expected, f"{backend}, {size} elements, rank {rank}")
+        team.close()
+
+
 def main(copy: str) -> None:
     """All of it, in the copy of the package in this folder."""
     assert Path(raycollect.__file__).is_relative_to(copy)
     plans()
     runs()
+    folds()
     members()
     assert callable(raycollect.neighbour_exchange_refs)
 

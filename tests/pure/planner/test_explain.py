@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from raycollect.core.model import OpKind, ReduceOp
-from raycollect.core.operations import PREFIXES
+from raycollect.core.operations import PARTIAL_FOLDS
 from raycollect.engine.fusion_buffer import Item, size_of
 from raycollect.planner import Link, Made, Request, plan
 from raycollect.planner.explain import explain
@@ -120,7 +120,7 @@ def test_between_hosts_of_several_ranks_only_scans_are_told_to_fold_in_rank_orde
     there = replace(there, spec=replace(there.spec, hosts=(0, 0, 1, 1)))
     bits = {
         kind: told([replace(allreduce(there), kind=kind)], there, {"x": info(9)}).rows[0].bits
-        for kind in (OpKind.ALLREDUCE, *PREFIXES)
+        for kind in (OpKind.ALLREDUCE, *PARTIAL_FOLDS)
     }
     assert bits.pop(OpKind.ALLREDUCE) == "the left fold over hosts, in rank order inside each"
     assert set(bits.values()) == {"the left fold in rank order"}

@@ -1,4 +1,8 @@
-"""A new operation is a line of one table and its public functions: nothing else has to know it."""
+"""A new operation is a line of one table and its public functions: nothing else has to know it.
+
+The operation whose functions are added moves values, and an allgather substitutes for it. A folding one needs kernels:
+`KERNELS` adds one to the kernels of two backends, without functions.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ EDITS: dict[str, list[tuple[str, str]]] = {
     "core/operations.py": [
         _added('    BARRIER = "barrier"\n', '    NEIGHBOUR_EXCHANGE = "neighbour_exchange"\n'),
         _added(
-            ")\n\nOPERATIONS: dict",
+            ")\n\n\ndef by_kind(",
             """\
     OperationSpec(
         kind=OpKind.NEIGHBOUR_EXCHANGE,
@@ -91,11 +95,37 @@ def neighbour_exchange(
 }
 """File -> what is replaced in it, by what; each occurs once."""
 
+KERNELS: dict[str, list[tuple[str, str]]] = {
+    "core/operations.py": [
+        _added('    BARRIER = "barrier"\n', '    SUFFIX_SCAN = "suffix_scan"\n'),
+        _added(
+            ")\n\n\ndef by_kind(",
+            """\
+    OperationSpec(
+        kind=OpKind.SUFFIX_SCAN,
+        folds=True,
+        in_place=True,
+        sources=lambda position, count: range(count - 1, position - 1, -1),
+        refs=("tensor_refs", ""),
+        kernels="own",
+    ),
+""",
+        ),
+    ],
+    "backends/shm/staged.py": [
+        _added("    OpKind.BARRIER: StagedKernels._barrier,\n", "    OpKind.SUFFIX_SCAN: StagedKernels._allreduce,\n")
+    ],
+    "backends/tcp/run.py": [
+        _added("    OpKind.BARRIER: KernelRun._barrier,\n", "    OpKind.SUFFIX_SCAN: KernelRun._scan,\n")
+    ],
+}
+"""The same for a folding operation, which folds from the last rank on."""
+
 
 def test_a_new_operation_is_added_in_a_few_files(tmp_path: Path) -> None:
     shutil.copytree(PACKAGE, tmp_path / "raycollect", ignore=shutil.ignore_patterns("__pycache__"))
     assert len(EDITS) <= MOST_FILES
-    for name, edits in EDITS.items():
+    for name, edits in (*EDITS.items(), *KERNELS.items()):
         path = tmp_path / "raycollect" / name
         text = path.read_text()
         for old, new in edits:

@@ -7,13 +7,13 @@ import itertools
 import pytest
 
 from raycollect.core.model import Key, OpKind
-from raycollect.core.operations import PAIR
+from raycollect.core.operations import OPERATIONS, PAIR
 from raycollect.errors import RefusedError, UnsupportedError
 from raycollect.planner import Local, Request, Role, decode_program, encode_program, plan, plan_part
 from raycollect.planner.algorithms import ALGORITHMS
 from raycollect.planner.ir import Part
 from raycollect.planner.verify import verify
-from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, roots_of, takers
+from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, roots_of, takers, takes_in_place
 from tests.pure.planner.requests import (
     ALL_OPS,
     COLLECTIVE_SUBSTITUTES,
@@ -25,17 +25,14 @@ from tests.pure.planner.requests import (
 )
 from tests.support.values import replace
 
-MADE = (OpKind.ALLGATHER, OpKind.REDUCESCATTER, OpKind.GATHER, OpKind.SCATTER, OpKind.ALLTOALL, OpKind.SEND)
+MADE = tuple(kind for kind, spec in OPERATIONS.items() if spec.outputs and spec.makes)
 
 
 def _asks(request: Request, rank: int, dst: Key | None) -> bool:
     """Whether a rank gets an output that the plan makes."""
     if request.kind in MADE:
         return dst is None and rank in takers(request.kind, request.group.world_size, request.root, request.peer)
-    return not request.inplace and (
-        request.kind in (OpKind.ALLREDUCE, OpKind.SCAN, OpKind.EXSCAN)
-        or (request.kind is OpKind.REDUCE and rank == request.root)
-    )
+    return not request.inplace and takes_in_place(request.kind, rank, request.root)
 
 
 def _check(made: Part, request: Request) -> None:
@@ -70,10 +67,7 @@ def test_every_operation_is_planned_for_every_root_and_survives_the_wire(kind: O
         assert made.rounds == 1 + is_learned, "ranks meet twice where one learns the shape of its output"
         uses = plan([request]).uses()
         for rank, src, dst in request.operands:
-            in_place = request.inplace and (
-                kind in (OpKind.ALLREDUCE, OpKind.SCAN, OpKind.EXSCAN)
-                or (kind is OpKind.REDUCE and rank == request.root)
-            )
+            in_place = request.inplace and takes_in_place(kind, rank, request.root)
             assert {key: uses.pop(key) for key in (src, dst) if key} == {
                 key: key is dst or in_place for key in (src, dst) if key
             }, "what is given is written only in place"

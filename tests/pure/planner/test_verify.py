@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raycollect.core.model import OpKind, ReduceOp
-from raycollect.core.operations import PREFIXES
+from raycollect.core.operations import OPERATIONS, PARTIAL_FOLDS
 from raycollect.errors import InternalError
 from raycollect.planner import Link, Local, Request, Role, TemplateStep, plan_part
 from raycollect.planner.ir import Part
@@ -111,13 +111,14 @@ def _broken(made: Part) -> Iterator[tuple[str, Part]]:
 
 
 def _is_harmless(made: Part, rank: int, what: str) -> bool:
-    """In a scan the first rank has its result from the start, and nobody needs what the last one gives to an exscan."""
+    """A rank that takes its own value has its result from the start, and nobody needs a value without a taker."""
     kind, is_inplace = made.request.kind, made.template(rank).src == made.template(rank).result
-    if kind not in PREFIXES:
+    if kind not in PARTIAL_FOLDS:
         return False
-    if rank == 0 and what.endswith("writes nothing" if is_inplace else "with what it gave as result"):
+    taken = [OPERATIONS[kind].sources(at, len(made.ranks)) for at in range(len(made.ranks))]
+    if list(taken[rank]) == [rank] and what.endswith("writes nothing" if is_inplace else "with what it gave as result"):
         return True
-    return kind is OpKind.EXSCAN and rank == made.ranks[-1] and what.endswith("reads nothing")
+    return what.endswith("reads nothing") and not any(rank in sources for sources in taken)
 
 
 @pytest.mark.parametrize("lacking", [False, True], ids=["native", "substitute"])

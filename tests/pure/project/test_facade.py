@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import inspect
+import re
 import subprocess
 import sys
 import typing
@@ -135,6 +136,13 @@ def test_every_name_resolves_and_is_what_it_is_called() -> None:
     assert set(raycollect.__all__) <= set(dir(raycollect))
     with pytest.raises(AttributeError, match="module 'raycollect' has no attribute 'alreduce_refs'"):
         raycollect.alreduce_refs  # noqa: B018
+
+
+def test_every_name_is_in_the_reference() -> None:
+    """`test_docs_site` builds the pages, which takes most of a minute."""
+    pages = (path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "reference").glob("*.md"))
+    entries = {name for page in pages for name in re.findall(r"^::: raycollect\.(\w+)$", page, re.MULTILINE)}
+    assert set(raycollect.__all__) - entries == {"__version__", "errors"}
 
 
 def test_the_type_checker_sees_the_names_that_exist() -> None:
