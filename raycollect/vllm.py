@@ -422,8 +422,11 @@ class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
             except Exception as exc:  # noqa: BLE001 - as above
                 refusal = exc
         is_good = group.all_agree(refusal is None)
-        if refusal is not None:
-            raise refusal
+        try:
+            if refusal is not None:
+                raise refusal
+        finally:
+            del refusal  # its traceback holds this frame
         if not is_good:
             raise _not_whole(group, info.version, "a worker has other bits than were sent")
         if not group.all_agree(True):

@@ -8,7 +8,7 @@ import pickle
 import resource
 import select
 import signal
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -109,7 +109,7 @@ def test_forked_child_of_the_driver_is_refused(actors, name):
         "group": lambda self: col.declare_collective_group(pair, group_name="another"),
         "get": lambda self: col.get(refs[0]),
     }
-    assert in_child(None, uses[name]).startswith("ForkedError: this process was forked")
+    assert in_child(None, uses[name]).startswith("ForkedError: ")
     col.allreduce_refs(refs, op="max", timeout_s=PATIENT_S)
     assert group.status().state == "alive"
 
@@ -202,20 +202,13 @@ def test_a_member_without_shared_memory_is_named(actors):
 
 @contextmanager
 def without_descriptors():
-    """Leaves this process no file descriptor to open."""
+    """Leaves this process no file descriptor to open: the three below the limit are in use, whatever others close."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = max(int(file.name) for file in Path("/proc/self/fd").iterdir())
-    taken = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 8, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
     try:
-        with suppress(OSError):
-            while True:
-                taken.append(os.open(os.devnull, os.O_RDONLY))
-        yield highest + 8
+        yield 3
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for number in taken:
-            os.close(number)
 
 
 def test_a_driver_without_descriptors_says_so_and_works_afterwards(actors):
