@@ -26,6 +26,7 @@ from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import MOST_S, ProgressError, is_time_limit, refusal, wrong_argument
 from raycollect.errors.text import shown
 from raycollect.planner.wording import nbytes_words, seconds_words
+from raycollect.ray_bridge import ray_session
 
 _log = logging.getLogger("raycollect")
 
@@ -275,8 +276,10 @@ def progress(*, after_s: float = AFTER_S) -> ProgressBars:
 
     Raises:
         ProgressError: tqdm is not installed.
+        RayClientError: This process is connected by ray://.
         InvalidArgumentError: An argument makes no sense.
     """
+    ray_session.refuse_client()
     if not (is_time_limit(after_s) or (isinstance(after_s, (int, float)) and after_s == 0)):
         expected = f"a number of seconds from 0 to {MOST_S:g}"
         raise refusal("progress", "", (wrong_argument("after_s", shown(after_s), expected),))

@@ -109,9 +109,11 @@ def timeline(
 
     Raises:
         TimelineError: One is recorded in this process already.
+        RayClientError: This process is connected by ray://.
         InvalidArgumentError: An argument makes no sense.
         OSError: There is no folder in which the file could be, or the path names something other than a regular file.
     """
+    ray_session.refuse_client()
     _check(path, limit, timeout_s)
     target = None if path is None else Path(path).absolute()
     if target is not None and not target.parent.is_dir():

@@ -116,7 +116,10 @@ class ForkedError(ControlError):
 class RayClientError(ControlError):
     """raycollect can't work through Ray Client (ray://): it has no ObjectRef ids, and can't reach the participants."""
 
-    cure = "run the script on a cluster node (ray job submit), with ray.init(address='auto')"
+    cure = (
+        "run the script on a cluster node (ray job submit), with ray.init(address='auto'), or let a task or an actor "
+        "declare the group and call its operations"
+    )
 
 
 class ChannelError(RaycollectError):

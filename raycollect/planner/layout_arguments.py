@@ -45,7 +45,7 @@ _ALIASES = {
 _KINDS = {
     "shape": "whole numbers from 0 on",
     "mesh": f"a dict of the size of each axis by its name, at least 1, of {MOST_RANKS} ranks at most",
-    "spec": "for each dimension an axis, several axes, or None",
+    "spec": "for each dimension an axis, several axes, or None, such as ('tp', None)",
     "partial": "an axis, or several axes",
     "regions": "at least one Region, and nothing else",
     "region": "whole numbers from 0 on; for each dimension (first, behind the last), and a place in the local tensor",
@@ -102,11 +102,13 @@ def axes_of(field: str, value: Any) -> tuple[str, ...]:
 
 
 def items_of(field: str, value: Any) -> tuple[Any, ...]:
-    """The items of an argument."""
+    """The items of an argument; a string has none."""
     try:
-        return tuple(value)
+        if not isinstance(value, str):
+            return tuple(value)
     except TypeError:
-        refuse(field, shown(value))
+        pass
+    refuse(field, shown(value))
 
 
 def check_named(op: str, field: str, value: Any, kind: type[Any]) -> None:

@@ -79,7 +79,12 @@ def ensure_ray() -> None:
         return
     if not ray_client.is_connected():
         ray.init()
-    if ray_client.is_connected():  # also where the address in the environment was one of Ray Client
+    refuse_client()  # also where the address in the environment was one of Ray Client
+
+
+def refuse_client() -> None:
+    """Raises RayClientError if this process is connected through Ray Client (ray://)."""
+    if not global_worker.connected and ray_client.is_connected():
         raise RayClientError
 
 

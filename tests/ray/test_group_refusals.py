@@ -97,5 +97,6 @@ def test_ray_client_is_refused(cluster, monkeypatch):
 
     monkeypatch.setattr("ray._private.worker.Worker.connected", property(lambda self: False))
     monkeypatch.setattr(client, "is_connected", lambda: True)
-    with pytest.raises(errors.RayClientError, match="ray://"):
-        col.allreduce_refs([])
+    for use in (lambda: col.allreduce_refs([]), col.timeline, col.progress, col.live):
+        with pytest.raises(errors.RayClientError):
+            use()

@@ -192,6 +192,7 @@ def test_other_dtypes_are_refused_in_few_words(dtype: Any) -> None:
         ({"spec": ("rows",)}, "axis 'rows', expected an axis of the mesh: 'dp', 'tp'"),
         ({"spec": ("tp", "tp")}, "axis 'tp' twice"),
         ({"spec": ("tp",), "partial": "tp"}, "axis 'tp' twice"),
+        ({"spec": "tp"}, "'tp', expected for each dimension an axis"),
         ({"spec": (None, None, "tp")}, "3 dimensions, expected at most 2"),
         ({"mesh": {}}, "the size of each axis"),
         ({"mesh": {"dp": 0, "tp": 1}}, "the size of each axis"),
