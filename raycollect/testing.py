@@ -17,7 +17,6 @@ import secrets
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -91,6 +90,7 @@ class KillWorker:
         self.actor: Any = actors[self.rank]
         self._strike: Callable[[], None] = partial(_STRIKES[mode], stop_s)
         self._token = secrets.token_hex(8)
+        self._outcome: Any = None  # the ref of whether it has struck, after the block
 
     def __enter__(self) -> KillWorker:  # noqa: PYI034 - Python 3.10 has no `Self`
         fault = _Fault(self._token, self.collective, self.point, self._strike)
@@ -98,10 +98,10 @@ class KillWorker:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.actor.__ray_call__.remote(_take, self._token)  # not waited for: the actor may be dead
+        self._outcome = self.actor.__ray_call__.remote(_has_struck, self._token, True)  # not waited for: it may be dead
 
     def has_struck(self, timeout_s: float = 60.0) -> bool:
-        """Returns whether the fault has struck. Waits for the methods that the actor runs.
+        """Returns whether the fault has struck, in the block or after it. Waits for the actor's earlier methods.
 
         Args:
             timeout_s: How long to wait for the actor's answer.
@@ -109,8 +109,9 @@ class KillWorker:
         Raises:
             ray.exceptions.GetTimeoutError: If the actor does not answer in time.
         """
+        outcome = self._outcome or self.actor.__ray_call__.remote(_has_struck, self._token, False)
         try:
-            struck: bool = ray.get(self.actor.__ray_call__.remote(_has_struck, self._token), timeout=timeout_s)
+            struck: bool = ray.get(outcome, timeout=timeout_s)
         except RayActorError:
             return True
         return struck
@@ -142,23 +143,20 @@ class _Fault:
 
 
 def _put(actor_self: Any, fault: _Fault) -> None:
-    runtime = this_runtime()
-    if runtime.instruments.faults is not None:
+    instruments = this_runtime().instruments
+    if instruments.faults is not None:
         raise RuntimeError("another KillWorker is active in this actor: leave its block first")
-    runtime.instruments = replace(runtime.instruments, faults=fault)
+    instruments.faults = fault
 
 
-def _take(actor_self: Any, token: str) -> None:
-    runtime = this_runtime()
-    if getattr(runtime.instruments.faults, "token", "") == token:
-        runtime.instruments = replace(runtime.instruments, faults=None)
-
-
-def _has_struck(actor_self: Any, token: str) -> bool:
-    fault = this_runtime().instruments.faults
-    return (
-        not isinstance(fault, _Fault) or fault.token != token or fault.has_struck
-    )  # without it: Ray restarted the actor
+def _has_struck(actor_self: Any, token: str, is_over: bool) -> bool:
+    instruments = this_runtime().instruments
+    fault = instruments.faults
+    if not isinstance(fault, _Fault) or fault.token != token:
+        return True  # Ray has restarted the actor
+    if is_over:
+        instruments.faults = None
+    return fault.has_struck
 
 
 def _kill(stop_s: float) -> None:

@@ -11,13 +11,18 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from http.client import HTTPException
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
 from raycollect.cli.options import Finite
 from raycollect.live_view import links
+
+if TYPE_CHECKING:
+    from raycollect.live_view.frame import Frame
 
 _EXAMPLES = """\b
 Examples:
@@ -48,15 +53,13 @@ def top(link: str | None, every_s: float, as_json: bool) -> None:
         from rich.live import Live
         from rich.text import Text
 
-        from raycollect.live_view.frame import Frame
         from raycollect.live_view.terminal import draw
     except ImportError as exc:
         raise click.ClickException("raycollect top needs rich: pip install 'raycollect[top]'") from exc
     console, note = Console(), _KEYS
     with _keys() as read_key, Live(console=console, screen=console.is_terminal, auto_refresh=False) as shown:
         while True:
-            frame = msgspec.json.decode(_read(link, "frame.json"), type=Frame)
-            shown.update(Group(draw(frame, console.width), Text(note, style="dim")), refresh=True)
+            shown.update(Group(draw(_frame(link), console.width), Text(note, style="dim")), refresh=True)
             key = read_key(every_s)
             if key == "q":
                 return
@@ -77,17 +80,31 @@ def _only_link() -> str:
 def _read(link: str, name: str) -> bytes:
     if not link.startswith("http://"):
         raise click.BadParameter("a live view's link begins with http://", param_hint="LINK")
+    directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy would get the token
     try:
-        with urllib.request.urlopen(link.rstrip("/") + "/" + name, timeout=_LONGEST_S) as answer:
+        with directly.open(link.rstrip("/") + "/" + name, timeout=_LONGEST_S) as answer:
             body: bytes = answer.read()
             return body
-    except OSError as exc:
+    except (OSError, HTTPException) as exc:
         raise click.ClickException(f"the program's live view gives no answer: {exc}") from exc
+
+
+def _frame(link: str) -> Frame:
+    from raycollect.live_view.frame import Frame
+
+    try:
+        return msgspec.json.decode(_read(link, "frame.json"), type=Frame)
+    except msgspec.MsgspecError as exc:
+        problem = f"the link is none of a live view of this version of raycollect: {exc}"
+        raise click.ClickException(problem) from exc
 
 
 def _write_timeline(link: str) -> str:
     path = Path(f"timeline-{datetime.now():%Y%m%d-%H%M%S}.json")
-    path.write_bytes(_read(link, "timeline.json"))
+    try:
+        path.write_bytes(_read(link, "timeline.json"))
+    except OSError as exc:
+        return f"the timeline can't be written: {exc}"
     return f"written to {path}"
 
 

@@ -27,14 +27,14 @@ POINTS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Instruments:
-    """The environment of a program."""
+    """The environment of programs. A process has one; `faults` may change, the rest does not."""
 
     store: Store
     recorder: Recorder  # of events, for error reports
     clock: Callable[[], float]  # in seconds; never goes back
-    faults: Faults | None = None  # injected by tests
+    faults: Faults | None = None  # injected by `raycollect.testing` and by tests
     allocate: Callable[[TensorInfo], Any] = arrays.empty  # outputs, scratch, staging; raises MemoryError
     staging: FusionPool = field(default_factory=FusionPool)
     cache: RunCache = field(default_factory=RunCache)

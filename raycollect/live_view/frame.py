@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from raycollect import backends
 from raycollect.core.operations import OpKind
+from raycollect.group.link_costs import Costs
 from raycollect.live_view.stream import ACTIVITIES, SLOT_S, Shares
 from raycollect.observe.summary import SummaryRow
 from raycollect.planner.prediction import Cluster, predict
@@ -76,10 +77,13 @@ def last_rank(awaited_s: Sequence[float]) -> int:
     return awaited_s.index(longest) if longest > 0 else -1
 
 
-def operation_frame(row: SummaryRow, duration_s: float, hosts: int) -> OperationFrame:
-    """Returns a row of a summary over `duration_s` seconds; `hosts` is the number of hosts of its group."""
+def operation_frame(row: SummaryRow, duration_s: float, hosts: int, costs: Costs) -> OperationFrame:
+    """Returns a row of a summary over `duration_s` seconds.
+
+    `hosts` is the number of hosts of its group; 0 if unknown: then the row has no prediction.
+    """
     nbytes = row.nbytes // max(row.calls, 1)
-    predicted_s = _predicted_s(row, nbytes, hosts)
+    predicted_s = _predicted_s(row, nbytes, hosts, costs)
     return OperationFrame(
         group=row.group,
         op=row.op,
@@ -99,13 +103,19 @@ _WHOLE = (OpKind.ALLGATHER.value, OpKind.GATHER.value)
 """Operations whose bytes are those of the result, of which each rank gives its share."""
 
 
-def _predicted_s(row: SummaryRow, nbytes: int, hosts: int) -> float:
+def _predicted_s(row: SummaryRow, nbytes: int, hosts: int, costs: Costs) -> float:
     """Returns how long a call takes by the planner's costs, on equal hosts; 0: it has none."""
-    if not nbytes or row.ranks % max(hosts, 1):
+    if not nbytes or not hosts or row.ranks % hosts:
         return 0.0
     given = nbytes // row.ranks if row.op in _WHOLE else nbytes
     try:
-        cluster = Cluster(hosts=hosts, ranks_per_host=row.ranks // hosts, backend=backends.get(row.backend))
+        cluster = Cluster(
+            hosts=hosts,
+            ranks_per_host=row.ranks // hosts,
+            inside=costs.inside,
+            between=costs.between,
+            backend=backends.get(row.backend),
+        )
         predictions = predict(row.op, given, cluster)
     except ValueError:  # an operation or a backend without prices, or a backend of one host
         return 0.0

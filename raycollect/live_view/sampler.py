@@ -13,6 +13,7 @@ from pathlib import Path
 from raycollect.driver.controller import Controller
 from raycollect.driver.group import Group
 from raycollect.driver.group_status import GroupStatus
+from raycollect.group import link_costs
 from raycollect.live_view.frame import Frame, GroupFrame, OperationFrame, RankFrame, last_rank, operation_frame
 from raycollect.live_view.stream import Streams
 from raycollect.observe.summary import summarize
@@ -43,6 +44,7 @@ class Sampler:
         self._controller = controller
         self._recording = recording
         self._streams = Streams()
+        self._costs = link_costs.current()
         self._processes: dict[tuple[str, int], tuple[Process, deque[Span]]] = {}
         self._lock = threading.Lock()
         self._taken_s = -FRESH_S
@@ -81,17 +83,22 @@ class Sampler:
             key = process.host, process.pid
             _, spans = self._processes.get(key, (process, deque[Span](maxlen=MOST_SPANS)))
             spans.extend(process.spans)
-            while spans and spans[0].end_s < now_s - WINDOW_S:
-                spans.popleft()
             self._processes[key] = replace(process, spans=()), spans
             self._streams.add(key, process.spans)
+        self._streams.forget(now_s)
 
     def _operations(self, now_s: float, hosts: dict[str, int]) -> tuple[OperationFrame, ...]:
+        full = [spans[0].begin_s for _, spans in self._processes.values() if len(spans) == MOST_SPANS]
+        began_s = max(self._recording.began_s, now_s - WINDOW_S, *full)  # before that, spans are missing
+        for key, (_, spans) in list(self._processes.items()):
+            while spans and spans[0].end_s < began_s:
+                spans.popleft()
+            if not spans:
+                del self._processes[key]
         processes = tuple(replace(process, spans=tuple(spans)) for process, spans in self._processes.values())
-        began_s = max(self._recording.began_s, now_s - WINDOW_S)
         summary = summarize(TimelineTrace(began_s=began_s, ended_s=now_s, processes=processes))
         duration_s = max(now_s - began_s, FRESH_S)
-        return tuple(operation_frame(row, duration_s, hosts.get(row.group, 1)) for row in summary.rows)
+        return tuple(operation_frame(row, duration_s, hosts.get(row.group, 0), self._costs) for row in summary.rows)
 
     def _group(self, group: Group, status: GroupStatus, now_s: float) -> GroupFrame:
         last = last_rank([member.awaited_s for member in status.members])

@@ -66,8 +66,6 @@ class _HTTPServer(ThreadingHTTPServer):
 
 
 class _PageRequest(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
     def __init__(
         self, token: str, take: Callable[[], Frame], trace: Callable[[], dict[str, Any]], *args: Any, **kwargs: Any
     ) -> None:

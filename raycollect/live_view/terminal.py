@@ -70,7 +70,7 @@ def _stream(stream: Sequence[Shares], activities: Sequence[str]) -> Text:
 def _state(rank: RankFrame) -> list[str]:
     lines = [rank.state]
     if rank.collectives:
-        lines.append(f"has not ended {rank.collectives}")
+        lines.append(f"has not finished {rank.collectives}")
     if rank.awaited_s:
         lines.append(f"others wait for it: {seconds_words(rank.awaited_s)}")
     if rank.is_last:
@@ -87,7 +87,7 @@ def _operations(operations: Sequence[OperationFrame]) -> Table:
     for row in operations:
         table.add_row(
             row.op,
-            row.group,
+            Text(row.group),  # its name is no markup
             row.backend,
             f"{row.calls_per_s:.3g}",
             nbytes_words(row.nbytes) if row.nbytes else "",

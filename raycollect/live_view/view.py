@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import threading
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from raycollect.core import html
@@ -17,6 +19,8 @@ from raycollect.live_view.server import PageServer
 from raycollect.member.runtime import this_runtime
 from raycollect.observe import chrome
 from raycollect.ray_bridge import ray_session
+
+_log = logging.getLogger("raycollect")
 
 LIMIT = 8192
 """How many entries each process records: those of a second of a loop of the fastest collectives."""
@@ -34,22 +38,32 @@ class LiveView(BoundToProcess):
     def __init__(self, controller: Controller, port: int) -> None:
         timelines = this_runtime().timelines
         self._controller = controller
-        self._recording = timelines.begin("live()", limit=LIMIT)
-        self._server: PageServer | None = None
-        self._file: Path | None = None
-        self._undo: Callable[[], None] | None = None
+        self._recording = timelines.begin("live()", limit=LIMIT, is_live=True)
+        self._undo: list[Callable[[], object]] = []  # in reverse order
         try:
+            self._undo.append(lambda: self._recording.end(0.0))
             controller.observed(self._recording)
+            self._undo.append(lambda: controller.observed(None))
             self._recording.begun()
-            sampler = Sampler(controller, self._recording)
-            self._server = PageServer(sampler.frame, self._document, port)
-            self.link: str = self._server.link
-            self._file = links.publish(self.link)
-            controller.live_link = self.link
-            self._undo = ray_session.before_shutdown(self.close)
+            server = PageServer(Sampler(controller, self._recording).frame, self._document, port)
+            self._undo.append(server.close)
+            self.link: str = server.link
+            self._publish()
+            self._undo.append(ray_session.before_shutdown(self.close))
         except BaseException:
             self.close()
             raise
+
+    def _publish(self) -> None:
+        self._controller.live_link = self.link
+        self._undo.append(lambda: setattr(self._controller, "live_link", ""))
+        try:
+            withdraw = partial(links.withdraw, links.publish(self.link))
+        except OSError as exc:
+            _log.warning("raycollect top won't find the live view by itself: %s", exc)
+            return
+        atexit.register(withdraw)
+        self._undo += [partial(atexit.unregister, withdraw), withdraw]
 
     def _document(self) -> dict[str, Any]:
         return chrome.document(self._recording.peek())
@@ -57,20 +71,12 @@ class LiveView(BoundToProcess):
     @property
     def is_open(self) -> bool:
         """Whether it is served."""
-        return self._server is not None
+        return bool(self._undo)
 
     def close(self) -> None:
         """Closes the page and ends the recording. May be called twice."""
-        server, self._server = self._server, None
-        if server is not None:
-            server.close()
-        if self._undo is not None:
-            self._undo()
-        if self._file is not None:
-            links.withdraw(self._file)
-        self._controller.live_link = ""
-        self._controller.observed(None)
-        self._recording.end(0.0)
+        while self._undo:
+            self._undo.pop()()
 
     def __enter__(self) -> LiveView:  # noqa: PYI034 - Python 3.10 has no `Self`
         return self

@@ -131,8 +131,8 @@ class Timelines:
         self.changing: threading.Lock = threading.Lock()  # held while a timeline begins or ends
         self._has_begun = False  # whether a timeline was begun for the environment variable
 
-    def begin(self, what: str, *, limit: int = LIMIT) -> TimelineSession:
-        """Begins a timeline; `what` names the caller, for messages.
+    def begin(self, what: str, *, limit: int = LIMIT, is_live: bool = False) -> TimelineSession:
+        """Begins a timeline; `what` names the caller, for messages. `is_live`: only what is `recent` will be read.
 
         Raises:
             TimelineError: A timeline runs in this process, or its controller records it.
@@ -145,7 +145,7 @@ class Timelines:
             if ring is None:
                 detail = "the controller that drives this process records a timeline of it: read that timeline"
                 raise TimelineError(detail=detail)
-            self.running = TimelineSession(self, ring, what, limit=limit)
+            self.running = TimelineSession(self, ring, what, limit=limit, is_live=is_live)
             return self.running
 
     def begin_from_environment(self) -> None:
@@ -172,13 +172,16 @@ class Timelines:
 class TimelineSession:
     """A timeline from its beginning on; `limit` is for the participants' rings. Any thread may call it."""
 
-    def __init__(self, timelines: Timelines, ring: Ring, holder: str, *, limit: int = LIMIT) -> None:
+    def __init__(
+        self, timelines: Timelines, ring: Ring, holder: str, *, limit: int = LIMIT, is_live: bool = False
+    ) -> None:
         self.began_s: float = ring.clock()  # by `time.monotonic`
         self.leader: str = secrets.token_hex(8)  # the id of its plans among those of several timelines
         self.holder = holder  # the name under which the `Tracer` records
         self._timelines = timelines
         self._ring = ring
         self._limit = limit
+        self._is_live = is_live
         self._lock = threading.Lock()
         self._tracked: dict[int, _Tracked] = {}
         self._is_over = False
@@ -197,7 +200,9 @@ class TimelineSession:
                 timelines.tracer.end(self.holder)
             if self._whole is None:
                 try:
-                    self._whole = timelines.last = self._collected(timeout_s, self._ended_s, ends=True)
+                    self._whole = self._collected(timeout_s, self._ended_s, ends=True)
+                    if not self._is_live:
+                        timelines.last = self._whole
                 finally:  # a signal may end the wait for participants
                     if timelines.running is self:
                         timelines.running = None
@@ -224,13 +229,16 @@ class TimelineSession:
 
     def leaving(self, peer: RecordedPeer) -> None:
         """Collects from a participant that is about to be released."""
+        if self._is_live:
+            self._tracked.pop(id(peer), None)
+            return
         entry = self._tracked.get(id(peer))
         if entry is not None and not self._is_over:
             self._collect([entry], LEAVING_S, ends=True)
 
     def drain(self) -> None:
         """Collects from all participants, which are about to end."""
-        if not self._is_over:
+        if not self._is_over and not self._is_live:
             self._collect(list(self._tracked.values()), LEAVING_S, ends=True)
 
     def _collected(self, timeout_s: float, ended_s: float, *, ends: bool, only_new: bool = False) -> TimelineTrace:
@@ -272,6 +280,8 @@ class TimelineSession:
             result = collected or self._process_or_missing(entry, answers.get(id(entry)), lasts.get(id(entry)))
             if isinstance(result, Missing):
                 missing.append(result)
+                if only_new and result.why == _GONE:
+                    self._tracked.pop(id(entry.peer), None)
             else:
                 processes.append(result)
                 entry.process = result if ends else collected

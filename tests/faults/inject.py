@@ -25,7 +25,6 @@ from raycollect.engine.instruments import POINTS
 from raycollect.errors import KernelError
 from raycollect.member.participant import this_participant
 from raycollect.member.runtime import this_runtime
-from tests.support.values import replace
 
 IN_KERNEL = "in_kernel"
 """The point that no executor has: amid the work of a kernel, where the backend can be reached there."""
@@ -180,14 +179,13 @@ def put_fault(actor_self: Any, fault: Fault) -> None:
         for holder, name in _inner_calls():
             injected.patch(holder, name, lambda call: _reaching(injected, call))
         return
-    runtime.instruments = replace(runtime.instruments, faults=injected)
+    runtime.instruments.faults = injected
 
 
 def put(actor_self: Any, point: str, action: str, way: str = "exit") -> None:
     """Lets this participant ``"die"``, ``"raise"`` or ``"stall"`` at a point, whatever its rank. Runs inside it."""
-    runtime = this_runtime()
     fault = Fault(action={"stall": "hold"}.get(action, action), rank=0, point=point, way=way)
-    runtime.instruments = replace(runtime.instruments, faults=_OfAnyRank(fault))
+    this_runtime().instruments.faults = _OfAnyRank(fault)
 
 
 def take_back(actor_self: Any) -> None:

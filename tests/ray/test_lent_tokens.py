@@ -207,7 +207,7 @@ def test_results_of_a_driver_that_dies_are_freed(tidy, is_destroyed):
     ray.get(driver.call.remote(drive, maker))
     if is_destroyed:
         ray.get(driver.call.remote(lambda self: col.destroy_collective_group("driven")))
-    assert lent(maker) == (1, 1, 1)
+    assert wait_until(lambda: lent(maker) == (1, 1, 1))  # the driver tells of the results that it has dropped
     ray.kill(driver)
     assert wait_until(lambda: lent(maker) == (0, 0, 0))
 

@@ -277,4 +277,4 @@ print(ray.get([rank.sum.remote() for rank in [Rank.remote(rank) for rank in rang
 def test_the_backend_needs_no_torch(cluster):
     program = [sys.executable, "-c", WITHOUT_TORCH, ray.get_runtime_context().gcs_address]
     run = subprocess.run(program, check=True, capture_output=True, text=True)
-    assert run.stdout.strip() == str([[2.0] * 3] * 2)
+    assert run.stdout.splitlines()[-1] == str([[2.0] * 3] * 2)  # Ray may print something before

@@ -87,6 +87,7 @@ def test_fault_ends_with_its_block_and_is_the_only_one(actors):
         pass
     with KillWorker(workers, rank=0, collective=1, point="before_check") as fault:
         pass
+    assert not fault.has_struck()
     col.barrier()
     with KillWorker(workers, rank=0, collective=2, point="after_check") as fault:
         col.barrier()
@@ -102,6 +103,13 @@ def test_every_run_of_a_step_counts(actors, seed):
     def reduce():
         return col.allreduce_refs([worker.get_buffer.remote() for worker in workers])
 
+    if seed:
+        reduce()  # traced before the block
+    with KillWorker(workers, rank=0, collective=5, point="before_check") as fault:
+        reduce()
+    assert not fault.has_struck()
+    for _ in range(5):
+        reduce()
     with KillWorker(workers, seed=seed, point="before_check", within=5) as fault:
         for _ in range(fault.collective - 1):
             reduce()
@@ -109,4 +117,5 @@ def test_every_run_of_a_step_counts(actors, seed):
         with pytest.raises(errors.ParticipantDiedError):
             reduce()
             ray.get(workers[fault.rank].read.remote())
+    assert fault.has_struck()
     group.destroy()

@@ -6,15 +6,18 @@ import http.client
 import json
 import os
 import stat
+import tempfile
 from urllib.parse import urlsplit
 
 import msgspec
 import pytest
 
+from raycollect.group.link_costs import Costs
 from raycollect.live_view import links
 from raycollect.live_view.frame import Frame, last_rank, operation_frame
 from raycollect.live_view.server import PageServer
 from raycollect.observe.summary import SummaryRow
+from raycollect.planner.topology import Link
 
 FRAME = Frame(at_s=1.5, host="h", pid=7, program="train.py", groups=(), operations=(), missing=("a: lost",))
 
@@ -59,21 +62,51 @@ def test_a_page_of_another_site_gets_no_answer(server):
     assert get(server, root, Host="localhost:80")[0] == 200
 
 
+def test_a_closed_page_answers_nobody():
+    server = PageServer(lambda: FRAME, dict, 0)
+    address = urlsplit(server.link)
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=20)
+    connection.request("GET", address.path + "frame.json", headers={"Connection": "keep-alive"})
+    assert connection.getresponse().read()
+    server.close()
+    with pytest.raises(OSError):
+        connection.request("GET", address.path + "frame.json")
+        connection.getresponse()
+    connection.close()
+
+
 def test_links_are_the_users_alone(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    runtime, temporary = tmp_path / "runtime", tmp_path / "temporary"
+    for folder in (runtime, temporary):
+        folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     assert links.published() == {}
     file = links.publish("http://127.0.0.1:1/t/")
+    assert file.is_relative_to(runtime)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
-    (file.parent / "4194304").write_text("of a process that has ended")  # above the largest pid
+    others = [file.parent / "4194304", file.parent / str(os.getppid()), file.parent / "else"]
+    for other in others:  # above the largest pid; of a process with the same pid as one before; of nobody
+        other.write_text("http://127.0.0.1:2/t/\n1")
     assert links.published() == {os.getpid(): "http://127.0.0.1:1/t/"}
-    assert not (file.parent / "4194304").exists()
+    assert not any(other.exists() for other in others)
     links.withdraw(file)
     assert links.published() == {}
+
+
+def test_a_folder_of_links_that_others_can_read_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
+    (tmp_path / "runtime" / "raycollect").mkdir(parents=True, mode=0o755)
+    file = links.publish("http://127.0.0.1:1/t/")
+    assert file.parent.parent == tmp_path
+    assert links.published() == {os.getpid(): "http://127.0.0.1:1/t/"}
+    links.withdraw(file)
     file.parent.chmod(0o755)
-    for use in (links.published, lambda: links.publish("")):
-        with pytest.raises(PermissionError):
-            use()
+    assert links.published() == {}
+    with pytest.raises(PermissionError):
+        links.publish("")
 
 
 def row(**changed):
@@ -83,13 +116,18 @@ def row(**changed):
 
 
 def test_operations_beside_their_predictions():
-    shown = operation_frame(row(), 2.0, hosts=1)
+    shown = operation_frame(row(), 2.0, hosts=1, costs=Costs())
     assert (shown.calls_per_s, shown.nbytes, shown.bandwidth, shown.last_rank) == (5, 4_000_000, 4e9, 2)
     assert shown.predicted_bandwidth > 0
-    assert operation_frame(row(backend="tcp"), 2.0, hosts=2).predicted_bandwidth > 0
+    assert operation_frame(row(backend="tcp"), 2.0, hosts=2, costs=Costs()).predicted_bandwidth > 0
+    fast = Costs(inside=Link(latency_s=0, bandwidth=1e15))
+    assert operation_frame(row(), 2.0, hosts=1, costs=fast).predicted_bandwidth > 10 * shown.predicted_bandwidth
+    assert (
+        operation_frame(row(), 2.0, hosts=0, costs=Costs()).predicted_bandwidth == 0
+    )  # of a group that is not declared
     for other in (row(op="batch"), row(backend="shm, tcp"), row(nbytes=0), row(backend="no such")):
-        assert operation_frame(other, 2.0, hosts=1).predicted_bandwidth == 0
-    assert operation_frame(row(), 2.0, hosts=2).predicted_bandwidth == 0  # shm is for one host
+        assert operation_frame(other, 2.0, hosts=1, costs=Costs()).predicted_bandwidth == 0
+    assert operation_frame(row(), 2.0, hosts=2, costs=Costs()).predicted_bandwidth == 0  # shm is for one host
 
 
 def test_last_rank():

@@ -33,10 +33,12 @@ def test_spans_fill_their_slots():
     assert len(shares) == SLOTS
 
 
-def test_a_method_without_the_calls_that_it_makes():
-    assert streamed(
-        span(METHOD, 10, 11), span(CALL, 10.25, 10.75), span(CHECK, 10.25, 10.5), span(KERNEL, 10.5, 10.75)
-    )[10] == (0.5, 0, 0.25, 0.25)
+def test_a_method_without_the_checks_and_kernels_inside():
+    inside = span(CHECK, 10.1, 10.3), span(KERNEL, 10.3, 10.4)
+    elsewhere = span(KERNEL, 10.05, 10.15)._replace(thread=2)
+    call = span(CALL, 10.1, 10.4)
+    assert streamed(*inside, elsewhere, call, span(METHOD, 10, 10.5))[10] == (0.2, 0, 0.2, 0.2)
+    assert streamed(*inside, span(METHOD, 10.5, 11))[10] == (0.5, 0, 0.2, 0.1)  # a later method has none of them
 
 
 def test_spans_that_consist_of_others_count_nothing():
@@ -47,9 +49,8 @@ def test_what_is_older_than_the_stream_is_forgotten():
     streams = Streams()
     streams.add("a", [span(METHOD, 0, SLOTS), span(KERNEL, -5 * SLOTS, -4 * SLOTS)])
     assert streams.of("a", NOW_S)[0][0] == 1
-    assert streams.of("a", NOW_S + SLOTS * SLOT_S) == [(0,) * len(ACTIVITIES)] * SLOTS
-    assert streams.of("a", NOW_S) == [(0,) * len(ACTIVITIES)] * SLOTS
-    assert streams.of("another", NOW_S) == [(0,) * len(ACTIVITIES)] * SLOTS
+    streams.forget(NOW_S + SLOTS * SLOT_S)
+    assert streams.of("a", NOW_S) == streams.of("another", NOW_S) == [(0,) * len(ACTIVITIES)] * SLOTS
 
 
 @pytest.mark.parametrize("seed", range(20))
