@@ -31,7 +31,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=_positive, nargs="+", default=(), help="processes, 2 to 16 (default: by suite)")
     parser.add_argument("--sizes", type=_positive, nargs="+", default=(), help="bytes per rank (default: by suite)")
     parser.add_argument("--runs", type=_positive, help="operations per contender and case (default: by size)")
-    parser.add_argument("--output", type=Path, metavar="DIR", default=RESULTS, help="for the JSON of each table")
+    shown = "for the JSON of each table (default: the published results, or none where cases are chosen)"
+    parser.add_argument("--output", type=Path, metavar="DIR", help=shown)
     parser.add_argument("--check", action="store_true", help="exit with 1 where a target is missed")
     return parser.parse_args(arguments)
 
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     ranks, sizes = tuple(options.ranks), tuple(options.sizes)
     choice = Choice(quick=options.quick, ranks=ranks, sizes=sizes, runs=options.runs)
+    output = options.output or (None if ranks or sizes or options.runs else RESULTS)
     missed = 0
     for name in (name for name in SUITES if name in options.suite):
         suite: Any = import_module(f"benchmarks.suites.{name}")
@@ -56,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for record in _measured(suite, choice):
             reports[record.suite].add(record)
         for table in suite.TABLES:
-            missed += _finish(table, reports[table.name], options.output)
+            missed += _finish(table, reports[table.name], output)
         print(f"\nmeasured {name} in {time.monotonic() - start_s:.0f} s", flush=True)
     return int(options.check and missed > 0)
 
@@ -72,7 +74,7 @@ def _measured(suite: Any, choice: Choice) -> Iterator[Record]:
         ray.shutdown()
 
 
-def _finish(table: Table, report: Report, folder: Path) -> int:
+def _finish(table: Table, report: Report, folder: Path | None) -> int:
     """Shows and writes a table that has records; returns the number of missed targets."""
     if not (report.rows or report.outcomes or report.skipped):
         return 0
@@ -80,7 +82,7 @@ def _finish(table: Table, report: Report, folder: Path) -> int:
     print(report.text(f"{table.name}: {table.title}", table.reference))
     for verdict in report.judged:
         print(f"{'reached' if verdict.reached else 'MISSED':>12}  {verdict.said}")
-    if report.rows or report.outcomes:
+    if folder is not None and (report.rows or report.outcomes):
         report.write(folder / f"{table.name}.json")
     return sum(not verdict.reached for verdict in report.judged)
 

@@ -394,8 +394,8 @@ class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
                 self._send(self._group, info)
         except BaseException:
             with suppress(Exception):  # the cause matters more
-                if updating is not None:
-                    updating.result(_GRACE_S)  # vLLM's calls can't run beside each other
+                # vLLM's calls can't run beside each other.
+                if updating is None or threads.has_ended(updating, _GRACE_S):
                     self.client.finish_weight_update()
             raise
         self.client.finish_weight_update(str(info.version))

@@ -108,7 +108,7 @@ def bench(context: click.Context, /, calibrate: bool, as_json: bool, **given: An
     """Times a collective between actors. Or, with --calibrate, measures for the planner.
 
     OPERATION is allreduce, by default, broadcast, allgather, reducescatter or alltoall.
-    Sizes and bandwidths are those of nccl-tests. Each result is checked before it is timed. Ways to call it take turns.
+    Sizes and bandwidths are those of nccl-tests. Each result is checked after its round. Ways to call it take turns.
 
     With --calibrate it measures what the planner chooses algorithms and predicts times by. The planner of a driver
     reads the file that RAYCOLLECT_COSTS names, else raycollect/costs.json under XDG_CONFIG_HOME (~/.config). One host

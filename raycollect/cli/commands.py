@@ -61,7 +61,7 @@ Examples:
 @click.group(cls=_Commands, epilog=_EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(raycollect.__version__, prog_name="raycollect")
 def main() -> None:
-    """Collective communication between Ray actors, said once, by the driver."""
+    """Collective communication between Ray actors, called once, from the driver."""
 
 
 main.add_command(bench)

@@ -7,7 +7,7 @@ import resource
 import secrets
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from math import inf
 from time import monotonic
@@ -173,7 +173,8 @@ class Groups(Formation):
             if before is not None:
                 if not replaces and not self.coordinators.is_deserted(before[0]):
                     raise GroupExistsError(group_name=name)
-                self.destroy(name)  # or all its members have left it
+                with suppress(UnknownGroupError):  # another thread has destroyed it
+                    self.destroy(name)  # or all its members have left it
             return self._form(declaration, deadline_s, self.add)
 
     def rebuild(self, old: Membership, actors: Sequence[Any] | None, timeout_s: float) -> Declared:

@@ -260,7 +260,7 @@ class VersionTimeoutError(VersionError):
     Attributes:
         missing: The ranks that did not answer.
         timeout_s: The limit, in seconds.
-        is_shown: Whether the other ranks show the version already; the missing ranks will before their next method.
+        is_shown: Whether ranks may show the version; the missing ranks will before their next method.
         reports: The reports of the missing ranks, made just after.
     """
 

@@ -220,7 +220,7 @@ def update(
         version: The version.
         holders: Those that the rank may read from.
         timeout_s: As in `stage`.
-        until_s: When the driver gives up, by `time.monotonic`; the version is not shown after that.
+        until_s: When the driver gives up, by `time.monotonic`; after that, the rank does not begin to show it.
 
     Returns:
         The results of `stage` and of `show`.

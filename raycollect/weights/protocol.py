@@ -228,8 +228,8 @@ class VersionRound:
 
     @property
     def is_shown(self) -> bool:
-        """Whether a rank shows the version of an update. All ranks that are waited for have verified it then."""
-        return self.waiting < set(self.done)
+        """Whether ranks were told to show the version. All ranks that are waited for have verified it then."""
+        return bool(self.waiting) and self.waiting <= set(self.done)
 
 
 def begin_update(version: Version, ranks: int) -> tuple[VersionRound, Tell]:

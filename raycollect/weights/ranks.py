@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -151,6 +152,12 @@ class Ranks:
             raise ActorGoneError(op=self.op, detail=str(exc).partition("\n")[0]) from exc
         return answers
 
+    def tell_each(self, function: Callable[..., Any], name: str, *args: object) -> None:
+        """Calls ``function(actor, name, rank, *args)`` in each rank; neither waits nor raises."""
+        for rank in range(len(self)):
+            with suppress(Exception):  # such as those of a busy actor with `max_pending_calls`
+                retrieve_errors([self.call(rank, function, name, rank, *args)])
+
     def late_error(self, name: str, job: Job, timeout_s: float, *, is_shown: bool = False) -> VersionTimeoutError:
         """Builds the error of a round for which ranks were late, with their reports."""
         waited = {rank: error for rank, error in job.errors.items() if isinstance(error, CollectiveTimeoutError)}
@@ -287,11 +294,13 @@ class Update(Job):
     Attributes:
         tell: Calls a rank, and returns the ref.
         read: Converts a rank's answer to an event, and stores its other contents.
+        is_alone: Whether an only rank stages and shows in one call.
         staged: By rank, the receipt, and the keys of holders that did not have the version.
     """
 
     tell: Callable[[Tell, int], Any]
     read: Callable[[int, Any], RankEvent]
+    is_alone: bool = False
     staged: dict[int, tuple[RankReceipt, tuple[Key, ...]]] = field(default_factory=dict)
 
     def heard(self, rank: int, ref: Any) -> RankEvent:

@@ -313,7 +313,9 @@ class Receiver:
                 mine = [atom for atom in self.state.missing if atom in places]
                 left_s = until_s - time.monotonic()
                 is_near = holder.is_publisher and holder.machine == self._here.identity.machine
-                limit_s = left_s if at == len(holders) - 1 else min(left_s, LENDER_S if is_near else HOLDER_S)
+                others = [more for _, more in holders[at + 1 :]]
+                has_others = bool(others) and all(any(atom in more for more in others) for atom in mine)
+                limit_s = min(left_s, LENDER_S if is_near else HOLDER_S) if has_others else left_s
                 for some in self._requests(mine, holder):
                     try:
                         read += self._read(version, holder, places, some, limit_s, live)

@@ -213,8 +213,13 @@ class Source:
             items = list(of_tensor.items())
             count = min(_THREADS, 1 + self.nbytes(wanted) // _THREAD_NBYTES)
             with threads.pool("raycollect-copy", count) as workers:  # copies and digests hold no GIL
-                for copied in workers.map(lambda at: self._copy_tensors(filling, items[at::count], live), range(count)):
-                    sealed |= copied
+                others = [
+                    threads.submit(workers, self._copy_tensors, filling, items[at::count], live)
+                    for at in range(1, count)
+                ]
+                sealed |= self._copy_tensors(filling, items[::count], live)
+                for other in others:
+                    sealed |= other.result()
         filling.slot.sealed.update(sealed)
         filling.slot.serve(store)
         return sealed

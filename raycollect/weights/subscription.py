@@ -14,7 +14,6 @@ from typing import Any
 from msgspec import structs
 
 from raycollect.driver.operand_binding import ensure_ray
-from raycollect.driver.plan_tracker import retrieve_errors
 from raycollect.errors import (
     PushError,
     RaycollectError,
@@ -234,7 +233,7 @@ class Subscription:
             holder.is_publisher and holder.machine in here for holder, _ in holders
         )
         begun, _ = protocol.begin_update(version, len(self._ranks))
-        job = Update(round=begun, tell=tell, read=read, errors={})
+        job = Update(round=begun, tell=tell, read=read, errors={}, is_alone=is_alone)
         return job
 
     def _holders(self, version: Version, records: Sequence[Holder]) -> Holders:
@@ -264,8 +263,7 @@ class Subscription:
             for key in {key for _, stale in job.staged.values() for key in stale}:
                 self._directory.drop_holder(version, key)
         if job.round.phase is not Phase.DONE:
-            for rank in range(len(self._ranks)):  # or holders would lend their memory until the next update
-                retrieve_errors([self._ranks.call(rank, agent.receive, self._id, rank, "release")])
+            self._ranks.tell_each(agent.receive, self._id, "release")  # what holders lend until the next update
             raise self._failure(job, timeout_s)
         before, self._version = self._version, version
         is_same_epoch = before is not None and before.epoch == version.epoch
@@ -282,7 +280,8 @@ class Subscription:
     def _failure(self, job: Job, timeout_s: float) -> RaycollectError:
         self._check_open()  # the subscription may have been closed meanwhile
         if job.is_late or job.has_waited:
-            return self._ranks.late_error(self.name, job, timeout_s, is_shown=job.round.is_shown)
+            is_shown = job.round.is_shown or (isinstance(job, Update) and job.is_alone and job.is_late)
+            return self._ranks.late_error(self.name, job, timeout_s, is_shown=is_shown)
         where: dict[str, Any] = {"name": self.name, "version": str(job.round.version)}
         for error in job.errors.values():
             failure = copy_error(error)
@@ -398,7 +397,13 @@ class _Updates:
                     records[version] = self.subscriptions[at]._directory.holders(version)
                 jobs[at] = self.subscriptions[at]._job(version, records[version], self.left_s)
         beside = partial(_keep_layouts, [(self.subscriptions[at], todo[at].epoch) for at in jobs])
-        drive(jobs.values(), self.left_s(), beside)
+        try:
+            drive(jobs.values(), self.left_s(), beside)
+        except BaseException:  # such as Ctrl-C
+            for at, job in jobs.items():
+                if not job.round.is_over:
+                    self.subscriptions[at]._ranks.tell_each(agent.receive, self.subscriptions[at]._id, "release")
+            raise
         again: dict[int, Version] = {}
         for at, job in jobs.items():
             subscription = self.subscriptions[at]

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 import raycollect
+from raycollect.backends import arrays
 from raycollect.channel import DataClient, Hub, Server
 from raycollect.channel.messages import Done, Fetch, Fetched, Joined, Order
 from raycollect.core import threads
@@ -41,8 +42,12 @@ from raycollect.member.lease import Lease
 from raycollect.member.participant import Participant
 from raycollect.member.wait_monitor import WaitMonitor
 from raycollect.planner import Ticket
-from raycollect.pos import Store
+from raycollect.planner.layout import layout
+from raycollect.pos import Container, Store
 from raycollect.pos.fetch import serve
+from raycollect.weights import atoms
+from raycollect.weights.protocol import Version
+from raycollect.weights.source import Source
 from tests.pure.channel.parties import HOST, SECRET, Party, Rig, echo, rig
 from tests.pure.fleet import contain
 from tests.pure.member.leases import Heard, backend, join, plan, premises
@@ -50,7 +55,6 @@ from tests.pure.member.leases import leased as lease_of
 from tests.pure.member.step_bench import FakePost, bench
 from tests.pure.participants import participant
 from tests.pure.thread_faults import BOOM, WAIT_S, Failing, fail_at
-from tests.pure.weights.sides import AMONG, V1, source, tensors
 
 __all__ = ["backend", "bench", "premises", "rig"]  # fixtures
 
@@ -139,14 +143,18 @@ def test_a_frame_of_the_live_view_that_fails_is_answered_and_the_next_one_too() 
 
 def test_a_copy_of_a_version_that_fails_is_an_error_of_the_put_and_the_next_put_works() -> None:
     here = participant()
-    src = source(here, tensors(1))
+    layouts = {name: layout([3 << 20], mesh={"rank": 1}, dtype="float32") for name in "ab"}  # enough for two threads
+    among = atoms.cut(layouts, [])
+    held = {name: np.ones(3 << 20, np.float32) for name in layouts}
+    src = Source(here, Container.of(held, arrays.is_tensor), layouts, 0)
     failing = Failing("raycollect-copy")
     src._side.box = failing.wrap(src._side.box)
+    version = Version(1, 1, dtypes=dict.fromkeys(layouts, "float32"), count=1)
     with pytest.raises(TypeError, match="injected"):
-        src.seal(V1, AMONG, b"1")
+        src.seal(version, among, b"1")
     assert failing.consumed.is_set()
-    _, digests = src.seal(V1, AMONG, b"2")
-    assert set(digests) == set(AMONG)
+    _, digests = src.seal(version, among, b"2")
+    assert set(digests) == set(among)
     here.close()
 
 
