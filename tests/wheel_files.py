@@ -22,7 +22,7 @@ def problems(folder: Path) -> list[str]:
     package = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "raycollect").rglob("*")
-        if path.suffix == ".py" or path.name == "py.typed"
+        if path.suffix in (".py", ".html") or path.name == "py.typed"
     }
     with zipfile.ZipFile(wheel) as opened:
         names = {name for name in opened.namelist() if not name.endswith("/")}

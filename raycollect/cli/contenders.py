@@ -24,7 +24,7 @@ from raycollect.errors import KernelError, RaycollectError, copy_error
 
 ELEMENT_NBYTES = np.dtype(np.float32).itemsize
 
-group_names = (f"raycollect-bench-{number}" for number in itertools.count(1))
+group_names: Iterator[str] = (f"raycollect-bench-{number}" for number in itertools.count(1))
 
 
 def whole_of(operation: str, ranks: int, nbytes: int) -> int:
@@ -167,12 +167,15 @@ class BenchContender:
     GROWS = frozenset({"allreduce"})  # the operations that sum in place
 
     def __init__(self, name: str, operation: str, ranks: int, *, backend: str = "auto", in_arena: bool = False) -> None:
-        self.name, self.operation, self.ranks, self.backend = name, operation, ranks, backend
-        self.group = next(group_names)
+        self.name: str = name
+        self.operation: str = operation
+        self.ranks: int = ranks
+        self.backend: str = backend
+        self.group: str = next(group_names)
         self._in_arena = in_arena
-        self.closing = ExitStack()
+        self.closing: ExitStack = ExitStack()
         remote: Any = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(self.ACTOR)
-        self.actors = [remote.remote(rank, ranks) for rank in range(ranks)]
+        self.actors: list[Any] = [remote.remote(rank, ranks) for rank in range(ranks)]
         for actor in self.actors:
             self.closing.callback(ray.kill, actor)
         try:
@@ -228,7 +231,7 @@ class Refs(BenchContender):
         """Declares the group."""
         declared = col.declare_collective_group(self.actors, backend=self.backend, group_name=self.group)
         self.closing.callback(declared.destroy)
-        self.backend = declared.backend
+        self.backend: str = declared.backend
 
     def prepare(self, nbytes: int) -> None:
         """Makes the tensors, and a ref to each."""
