@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
 
 import raycollect as col
 from raycollect import errors
@@ -39,6 +40,8 @@ def frame_of(view):
 
 
 def test_frame_shows_what_the_ranks_have_done(view):
+    # The share of a time slot is rounded to 0.25 ms.
+    ray.get([worker.set_buffer.remote(np.ones(1_000_001, np.float32)) for worker in view.workers])
     for _ in range(20):
         col.allreduce_refs(buffers(view.workers))
     frame = frame_of(view)
@@ -51,20 +54,26 @@ def test_frame_shows_what_the_ranks_have_done(view):
         assert dict(zip(frame["activities"], seconds, strict=True))["kernel"] > 0
         assert not rank["is_last"]
     (row,) = [row for row in frame["operations"] if row["op"] == "allreduce"]
-    assert (row["ranks"], row["nbytes"], row["backend"]) == (3, 40, "shm")
+    assert (row["ranks"], row["nbytes"], row["backend"]) == (3, 4_000_004, "shm")
     assert row["calls_per_s"] > 0
 
 
 def test_frame_names_the_rank_that_others_wait_for(view, gate):
     block(view.workers[1], gate)
     work = col.allreduce_refs(buffers(view.workers), async_op=True)
-    assert wait_until(
-        lambda: [rank["is_last"] for rank in frame_of(view)["groups"][0]["ranks"]] == [False, True, False]
-    )
-    rank = frame_of(view)["groups"][0]["ranks"][1]
+    seen = {}
+
+    def is_blocked():
+        seen["ranks"] = frame_of(view)["groups"][0]["ranks"]
+        rank = seen["ranks"][1]
+        # A method that has just begun reads its arguments.
+        return rank["is_last"] and any("gate.wait" in line for line in rank["stack"])
+
+    assert wait_until(is_blocked)
+    assert [rank["is_last"] for rank in seen["ranks"]] == [False, True, False]
+    rank = seen["ranks"][1]
     assert "Worker" in rank["state"] or "Buffers" in rank["state"]
     assert rank["awaited_s"] > 0
-    assert any("gate.wait" in line for line in rank["stack"])
     gate.open.remote()
     work.wait()
 
