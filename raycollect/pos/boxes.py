@@ -13,6 +13,7 @@ from raycollect.channel.messages import Copied
 from raycollect.core.codec import Codec
 from raycollect.core.model import Segment
 from raycollect.errors import ProtocolError
+from raycollect.pos import delta
 from raycollect.pos.segments import Segments
 
 MOST_BOXES = 1024
@@ -35,6 +36,9 @@ class OutOfReach(Exception):
 _Lent = tuple[Segment, list[list[int]], bool] | None
 LENT = Codec[_Lent](_Lent, "place of boxes")
 """Where lent boxes lie, as from `located`, and whether the value is frozen; None: the bytes follow."""
+
+DELTAS = Codec[tuple[int | None, ...]](tuple[int | None, ...], "sizes of deltas")
+"""How many words the delta of each box has; None: the box itself follows."""
 
 
 class Borrowed:
@@ -133,7 +137,30 @@ def take(client: DataClient, description: bytes, wanted: Sequence[Box], give_bac
         client.tell(Copied())
         return Borrowed(copies)
     received = [np.empty(box.size, box.dtype) for box in wanted]
-    client.receive_blob(*(array.reshape(-1).view(np.uint8).data for array in received))
+    client.receive_blob(*map(_flat, received))
     if client.blob_left:
         raise ProtocolError(detail="the announced bytes are not those of the boxes")
     return Borrowed(received)
+
+
+def take_deltas(client: DataClient, description: bytes, bases: Sequence[Array]) -> list[Array]:
+    """Reads the answer to a request for deltas, and returns the boxes, made of `bases`; raises ProtocolError."""
+    counts = DELTAS.decode(description)
+    if len(counts) != len(bases):
+        raise ProtocolError(detail=f"{len(counts)} deltas for {len(bases)} boxes")
+    received = [
+        np.empty(base.shape, base.dtype) if count is None else delta.empty(base, count)
+        for base, count in zip(bases, counts, strict=True)
+    ]
+    blobs = [part.blobs if isinstance(part, delta.Delta) else [_flat(part)] for part in received]
+    client.receive_blob(*(blob for some in blobs for blob in some))
+    if client.blob_left:
+        raise ProtocolError(detail="the announced bytes are not those of the boxes")
+    return [
+        delta.applied(base, part) if isinstance(part, delta.Delta) else part
+        for base, part in zip(bases, received, strict=True)
+    ]
+
+
+def _flat(array: Array) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data

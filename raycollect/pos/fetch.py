@@ -41,7 +41,7 @@ from raycollect.errors import (
     from_wire,
     to_wire,
 )
-from raycollect.pos import Store, boxes, description, tensors
+from raycollect.pos import Store, boxes, delta, description, tensors
 from raycollect.pos.boxes import LENT, Borrowed, OutOfReach
 from raycollect.pos.description import Description
 from raycollect.pos.held import find, reading, refused
@@ -237,6 +237,44 @@ def borrow(
         return borrowed
 
 
+def read_deltas(
+    address: Address,
+    key: Key,
+    wanted: Sequence[boxes.Box],
+    since: Key,
+    bases: Sequence[arrays.Array],
+    *,
+    actor: str,
+    incarnation: str = "",
+    timeout_s: float = 60.0,
+) -> tuple[list[arrays.Array], int]:
+    """Reads boxes of the tensors of a key, as deltas where these are smaller; any thread may call it.
+
+    Returns the boxes, and the bytes that arrived for them.
+
+    Args:
+        address: The holder's.
+        key: The key.
+        wanted: At most `boxes.MOST_BOXES` boxes.
+        since: The key under which the holder has the tensors that the deltas begin from.
+        bases: The boxes of these tensors.
+        actor: As in `fetch`.
+        incarnation: As in `fetch`.
+        timeout_s: How long to wait, in seconds.
+
+    Raises:
+        RaycollectError: As `fetch`; also if the holder does not have the tensors under `since`.
+    """
+
+    def take(client: DataClient, answer: Any, *_: Any) -> tuple[list[arrays.Array], int]:
+        return boxes.take_deltas(client, _expect(answer, Fetched).description, bases), answer.blob_nbytes
+
+    with _answering("read", key, actor, incarnation):
+        message = Read(key=key, boxes=[box[:3] for box in wanted], since=since)
+        arrived: tuple[list[arrays.Array], int] = _clients.request(address, message, time.monotonic() + timeout_s, take)
+        return arrived
+
+
 def free(address: Address, keys: list[Key], *, actor: str, incarnation: str = "") -> int:
     """Frees values in their holder, and returns how many it held; any thread may call it.
 
@@ -390,6 +428,9 @@ def _serve_fetch(link: DataLink, store: Store, message: Fetch) -> None:
 
 
 def _serve_read(link: DataLink, store: Store, message: Read) -> None:
+    if message.since:
+        _serve_deltas(link, store, message)
+        return
     with ExitStack() as claim:
         held = claim.enter_context(reading(store, Key(message.key), link.has_ended))
         is_near = message.domain == memory_domain()
@@ -410,6 +451,25 @@ def _serve_read(link: DataLink, store: Store, message: Read) -> None:
         if not held.is_frozen:
             claim.close()  # a slow reader blocks no plan
         link.send(Fetched(description=LENT.encode(None), blob_nbytes=nbytes), blobs)
+
+
+def _serve_deltas(link: DataLink, store: Store, message: Read) -> None:
+    with ExitStack() as claims:
+        old, new = (
+            boxes.views([*map(arrays.memory, held.tensors)], message.boxes)
+            for held in (
+                claims.enter_context(reading(store, Key(key), link.has_ended)) for key in (message.since, message.key)
+            )
+        )
+        deltas = list(map(delta.encode, old, new))
+        counts = tuple(None if some is None else len(some.words) for some in deltas)
+        blobs = [
+            blob
+            for some, view in zip(deltas, new, strict=True)
+            for blob in ([np.ascontiguousarray(view).reshape(-1).view(np.uint8).data] if some is None else some.blobs)
+        ]
+        nbytes = sum(blob.nbytes for blob in blobs)
+        link.send(Fetched(description=boxes.DELTAS.encode(counts), blob_nbytes=nbytes), blobs)
 
 
 _ANSWERS: dict[type[Any], Callable[[DataLink, Store, Any], None]] = {

@@ -6,12 +6,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from raycollect.backends.arrays import Array, box_of
 from raycollect.backends.elements import convert
+from raycollect.core import threads
 from raycollect.core.model import Key
 from raycollect.errors import (
     RaycollectError,
@@ -36,8 +38,15 @@ from raycollect.weights.source import WAIT_S, ServedArrays
 HOLDER_S, LENDER_S = 5.0, 1.0
 """How long to wait for a holder while other holders remain, and for one that only has to lend, in seconds."""
 
-READ_NBYTES = 64 << 20
-"""The most bytes of one request, but at least an atom. Over the network they are in memory twice."""
+READ_NBYTES, _READERS = 64 << 20, 4
+"""The most bytes that a receiver has under way from another host, or in place, but at least an atom of each request;
+and the threads that read deltas."""
+
+_WHOLE = Key(b"")
+"""Asks a holder for whole atoms."""
+
+_Arrived = tuple[dict[Atom, Array], dict[Atom, bytes], int]
+"""Atoms that were made of deltas, except in place; their digests; and the bytes that arrived."""
 
 
 class Receiver:
@@ -83,7 +92,7 @@ class Receiver:
         # The atoms that were written last: the digest in the version, and those of the parts as they lie here
         self._written: dict[Atom, tuple[bytes, list[bytes]]] = {}
         self._mapped: dict[str, Array] = {}  # keeps the memory of the last version's holders mapped
-        self._holders: Holders = ()
+        self._base: tuple[Digests, Holders] = {}, ()  # of the version staged last: the digests, and its holders
         self.state: RankState = RankState()
         self.stale_holders: tuple[Key, ...] = ()  # the keys of holders that did not have the version staged last
         self.where: tuple[Range, ...] = tuple(span for span in self._side.ranges() if span[0] < span[1])
@@ -114,7 +123,7 @@ class Receiver:
         if self.state.missing:
             self.release()
             raise self._not_whole(version, holders, failures)
-        self._holders = holders
+        self._base = wanted, holders
         landed = {atom: self.state.landed[atom] for atom in wanted}
         self.stale_holders = tuple(key for key, error in failures.items() if isinstance(error, RefusedError))
         read, self._ahead = read + self._ahead, 0
@@ -178,7 +187,7 @@ class Receiver:
         present = self._present(others, live)
         if len(present) < len(others):
             self.state = protocol.stage(replace(self.state, landed={**still, **present}), version, self.state.wanted)
-            self._read_missing(version, self._holders, limit_s, live)
+            self._read_missing(version, self._base[1], limit_s, live)
 
     def _copy(self, live: list[Array], limit_s: float) -> None:
         """Copies the atoms of the next version whose bits differ into the tensors that methods see."""
@@ -282,10 +291,8 @@ class Receiver:
         """Recomputes the digests of landed atoms that lie as they were put: others may have overwritten them."""
         present = {}
         for atom, parts in self._parts.items():
-            if atom in self.state.landed and len(parts) == 1 and parts[0].box == atom[1]:
-                box = self._side.box(live, parts[0])
-                if box.dtype == np.dtype(version.dtypes[atom[0]]):
-                    present[atom] = digests.digest(box)
+            if atom in self.state.landed and self._is_plain(atom, version, live):
+                present[atom] = digests.digest(self._side.box(live, parts[0]))
         return present
 
     def _know(self, among: tuple[Atom, ...]) -> None:
@@ -309,14 +316,19 @@ class Receiver:
             if self.inplace:
                 self.withdraw()  # the tensors that serve the version are about to change
                 claim.enter_context(self._here.store.writing(self._side.ranges(), limit_s=timeout_s))
-            for at, (holder, places) in enumerate(holders):
+            turns = self._turns(holders)
+            for at, (holder, places, since) in enumerate(turns):
                 mine = [atom for atom in self.state.missing if atom in places]
                 left_s = until_s - time.monotonic()
+                if since:
+                    read += self._read_deltas(version, holder, places, since, mine, min(left_s, HOLDER_S), live)
+                    continue
                 is_near = holder.is_publisher and holder.machine == self._here.identity.machine
-                others = [more for _, more in holders[at + 1 :]]
+                others = [more for _, more, _ in turns[at + 1 :]]
                 has_others = bool(others) and all(any(atom in more for more in others) for atom in mine)
                 limit_s = min(left_s, LENDER_S if is_near else HOLDER_S) if has_others else left_s
-                for some in self._requests(mine, holder):
+                is_bounded = self.inplace or holder.machine != self._here.identity.machine
+                for some in self._requests(mine, READ_NBYTES if is_bounded else 1 << 62):
                     try:
                         read += self._read(version, holder, places, some, limit_s, live)
                     except RaycollectError as exc:
@@ -325,8 +337,23 @@ class Receiver:
         del before
         return read, failures
 
-    def _requests(self, wanted: Sequence[Atom], holder: Holder) -> list[list[Atom]]:
-        most_nbytes = READ_NBYTES if holder.machine != self._here.identity.machine or self.inplace else 1 << 62
+    def _turns(self, holders: Holders) -> list[tuple[Holder, Atoms, Key]]:
+        """Returns the holders in turn, those of this host first, and the keys since which they are asked for deltas.
+
+        A publisher of another host is asked for deltas if it had the version that was staged here last.
+        """
+        machine = self._here.identity.machine
+        near = [(holder, places, _WHOLE) for holder, places in holders if holder.machine == machine]
+        far = [(holder, places, _WHOLE) for holder, places in holders if holder.machine != machine]
+        keys = {(holder.incarnation, holder.rank): holder.key for holder, _ in self._base[1] if holder.is_publisher}
+        deltas = [
+            (holder, places, since)
+            for holder, places, _ in far
+            if holder.is_publisher and (since := keys.get((holder.incarnation, holder.rank), holder.key)) != holder.key
+        ]
+        return [*near, *deltas, *far]
+
+    def _requests(self, wanted: Sequence[Atom], most_nbytes: int) -> list[list[Atom]]:
         requests: list[list[Atom]] = []
         nbytes = most_nbytes
         for atom in wanted:
@@ -347,7 +374,7 @@ class Receiver:
         limit_s: float,
         live: list[Array],
     ) -> int:
-        boxes = [Box(*places[atom], extent(atom[1]), version.dtypes[atom[0]]) for atom in some]
+        boxes = [_box(places, atom, version) for atom in some]
         landed, read = dict[Atom, bytes](), 0
         borrowed = fetch.borrow(
             holder.address, holder.key, boxes, actor=holder.actor, incarnation=holder.incarnation, timeout_s=limit_s
@@ -372,6 +399,80 @@ class Receiver:
             wrong = next(atom for atom in some if atom not in right)
             raise VersionNotWholeError(name=self.name, detail=f"other bits than were put: {atoms.shown(wrong)}")
         return read
+
+    def _read_deltas(
+        self,
+        version: Version,
+        holder: Holder,
+        places: Atoms,
+        since: Key,
+        wanted: Sequence[Atom],
+        limit_s: float,
+        live: list[Array],
+    ) -> int:
+        """Makes atoms of those that lie here as in an earlier version; returns the bytes that arrived for them.
+
+        An atom that does not lie here like that, or that a failure leaves out, stays missing: it is read as a whole.
+        """
+        among = [atom for atom in wanted if atom in self._base[0] and self._is_plain(atom, version, live)]
+        found = self._requests(among, READ_NBYTES // _READERS)
+        requests = iter(found)  # the threads share it
+        advance = partial(self._advance, version, holder, places, since, live, limit_s)
+
+        def read() -> list[_Arrived]:
+            mine: list[_Arrived] = []
+            with suppress(RaycollectError):
+                mine.extend(map(advance, requests))
+            for _ in requests:  # after a failure the others would fail, too
+                pass
+            return mine
+
+        with threads.pool("raycollect-read", _READERS) as workers:  # copies and digests hold no GIL
+            others = [threads.submit(workers, read) for _ in found[1:_READERS]]
+            arrived = read()
+            for other in others:
+                arrived += other.result()
+        for arrays, landed, _ in arrived:
+            self.state = protocol.land(self.state, version, landed)
+            self._next |= {atom: it for atom, it in arrays.items() if landed[atom] == self.state.wanted[atom]}
+        return sum(nbytes for _, _, nbytes in arrived)
+
+    def _advance(
+        self,
+        version: Version,
+        holder: Holder,
+        places: Atoms,
+        since: Key,
+        live: list[Array],
+        limit_s: float,
+        some: list[Atom],
+    ) -> _Arrived:
+        """Makes atoms of those in the tensors, if these have the digests of the earlier version; any thread."""
+        lying = {atom: self._side.box(live, self._parts[atom][0]) for atom in some}
+        bases = {atom: box for atom, box in lying.items() if digests.digest(box) == self._base[0][atom]}
+        if not bases:
+            return {}, {}, 0
+        arrays, nbytes = fetch.read_deltas(
+            holder.address,
+            holder.key,
+            [_box(places, atom, version) for atom in bases],
+            since,
+            list(bases.values()),
+            actor=holder.actor,
+            incarnation=holder.incarnation,
+            timeout_s=limit_s,
+        )
+        advanced = dict(zip(bases, arrays, strict=True))
+        if self.inplace:
+            return {}, {atom: self._land(atom, array, live) for atom, array in advanced.items()}, nbytes
+        return advanced, {atom: digests.digest(array) for atom, array in advanced.items()}, nbytes
+
+    def _is_plain(self, atom: Atom, version: Version, live: list[Array]) -> bool:
+        """Whether an atom lies here in one piece, and as it was put."""
+        parts = self._parts[atom]
+        if len(parts) > 1 or parts[0].box != atom[1]:
+            return False
+        return self._side.box(live, parts[0]).dtype == np.dtype(version.dtypes[atom[0]])
 
     def _hold(self, holder: Holder, borrowed: Borrowed, some: list[Atom], right: list[Atom]) -> None:
         """Keeps verified atoms until methods see them."""
@@ -405,3 +506,8 @@ class Receiver:
         return VersionNotWholeError(
             name=self.name, version=str(version), rank=self._side.rank, actor=who, detail=detail
         )
+
+
+def _box(places: Atoms, atom: Atom, version: Version) -> Box:
+    """Returns the box of an atom in a holder's tensors."""
+    return Box(*places[atom], extent(atom[1]), version.dtypes[atom[0]])
