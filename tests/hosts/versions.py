@@ -1,12 +1,17 @@
-"""Versions of weights over three hosts: who comes late, and a host that is cut off while it reads; see `programs`."""
+"""Versions of weights over three hosts: who comes late, deltas, and a host that is cut off while it reads.
+
+See `programs`.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import threading
 import time
 
+import numpy as np
 import ray
 
 import raycollect as col
@@ -120,6 +125,57 @@ def cut_while_it_reads(received):
     outside("heal", 3)
 
 
+def versions_delta(_):
+    """Hosts that have the version before get what differs, bit by bit; all others, the whole."""
+    for inplace in (False, True):
+        trainer, ref = on(1)
+        receivers, refs = zip(*(on(host) for host in (2, 3)), strict=True)
+        actors = [trainer, *receivers]
+        name = f"versions_delta/{inplace}/{os.getpid()}"
+        with col.publish([ref], name) as pub, col.subscribe(name, list(refs), inplace=inplace) as sub:
+            version = put(pub, trainer)
+            check(sub.update(), version, 2)
+            for count, most in ((1, NBYTES / 8), (1, NBYTES / 8), (2, 4 * NBYTES), (1, NBYTES / 8)):
+                for _ in range(count):
+                    step(trainer)
+                    version = pub.put()
+                assert brings(sub, version, actors) < most
+            ray.get(receivers[0].fill.remote(7, ["layer3"]))
+            step(trainer)
+            assert brings(sub, pub.put(), actors) < NBYTES / 2
+            again = col.publish([ref], name)
+            for most in (4 * NBYTES, NBYTES / 8):
+                step(trainer)
+                assert brings(sub, again.put(), actors) < most
+
+
+def step(trainer):
+    """Changes some elements of each tensor, to NaNs and others."""
+
+    def inside(actor):
+        for at, array in enumerate(actor.weights.values()):
+            words = array.reshape(-1).view(np.uint32)
+            words[at::61] += 1
+            words[at::997] = 0x7FC00000 + at
+
+    ray.get(trainer.__ray_call__.remote(inside))
+
+
+def brings(sub, version, actors):
+    """Updates a receiver group to a version that has the bits of all actors; returns the bytes that host 1 has sent."""
+    before = outside("counters")[0][0]
+    check(sub.update(timeout_s=LIMIT_S), version, len(actors) - 1)
+    sent = outside("counters")[0][0] - before
+    bits = ray.get([actor.__ray_call__.remote(lambda actor: bits_of(actor.weights)) for actor in actors])
+    assert len(set(bits)) == 1
+    return sent
+
+
+def bits_of(weights):
+    """A digest of the bits of all tensors."""
+    return hashlib.sha1(b"".join(array.tobytes() for array in weights.values())).digest()
+
+
 @ray.remote(num_cpus=0)
 class Publisher:
     """A publisher that is not closed."""
@@ -144,4 +200,4 @@ def versions_raylet(_):
             pass
 
 
-PROGRAMS = {one.__name__: one for one in (versions, versions_cut, versions_raylet)}
+PROGRAMS = {one.__name__: one for one in (versions, versions_cut, versions_delta, versions_raylet)}
