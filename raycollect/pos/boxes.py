@@ -137,10 +137,18 @@ def take(client: DataClient, description: bytes, wanted: Sequence[Box], give_bac
         client.tell(Copied())
         return Borrowed(copies)
     received = [np.empty(box.size, box.dtype) for box in wanted]
-    client.receive_blob(*map(_flat, received))
+    client.receive_blob(*map(flat, received))
     if client.blob_left:
         raise ProtocolError(detail="the announced bytes are not those of the boxes")
     return Borrowed(received)
+
+
+def deltas(old: Sequence[Array], new: Sequence[Array]) -> tuple[bytes, list[memoryview]]:
+    """Returns the description of the deltas of boxes, and their bytes, for `take_deltas`."""
+    encoded = list(map(delta.encode, old, new))
+    blobs = [[flat(box)] if some is None else some.blobs for some, box in zip(encoded, new, strict=True)]
+    counts = tuple(None if some is None else len(some.words) for some in encoded)
+    return DELTAS.encode(counts), [blob for some in blobs for blob in some]
 
 
 def take_deltas(client: DataClient, description: bytes, bases: Sequence[Array]) -> list[Array]:
@@ -152,7 +160,7 @@ def take_deltas(client: DataClient, description: bytes, bases: Sequence[Array]) 
         np.empty(base.shape, base.dtype) if count is None else delta.empty(base, count)
         for base, count in zip(bases, counts, strict=True)
     ]
-    blobs = [part.blobs if isinstance(part, delta.Delta) else [_flat(part)] for part in received]
+    blobs = [part.blobs if isinstance(part, delta.Delta) else [flat(part)] for part in received]
     client.receive_blob(*(blob for some in blobs for blob in some))
     if client.blob_left:
         raise ProtocolError(detail="the announced bytes are not those of the boxes")
@@ -162,5 +170,6 @@ def take_deltas(client: DataClient, description: bytes, bases: Sequence[Array]) 
     ]
 
 
-def _flat(array: Array) -> memoryview:
-    return array.reshape(-1).view(np.uint8).data
+def flat(array: Array) -> memoryview:
+    """Returns the bytes of a box in C order, copied if it lies with gaps."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

@@ -37,28 +37,18 @@ from raycollect.errors import (
     RaycollectError,
     TensorLostError,
     Violation,
-    copy_error,
-    from_wire,
     to_wire,
 )
-from raycollect.pos import Store, boxes, delta, description, tensors
+from raycollect.pos import Store, boxes, description, tensors
 from raycollect.pos.boxes import LENT, Borrowed, OutOfReach
+from raycollect.pos.data_clients import DataClients, ReadAnswer, is_full, is_gone
 from raycollect.pos.description import Description
 from raycollect.pos.held import find, reading, refused
 from raycollect.pos.process_memory import NO_FILE
 from raycollect.pos.segments import Segments
 
-MAX_IDLE = 32
-"""The most idle data connections of a process; the least recently used is closed first."""
-
 LENT_FROM_NBYTES = 64 << 10
 """The smallest value that is read in place; a smaller one is sent with the answer."""
-
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
-"""The pause before an unreachable holder is retried; it doubles each time."""
-
-FULL_S = 3.0
-"""How long to retry while this process can't open another connection."""
 
 FREE_S = 30.0
 """How long a holder may take to free values."""
@@ -75,87 +65,11 @@ def lending_s(nbytes: int, count: int = 1) -> float:
     return LENDING_S + nbytes / LENDING_RATE + count * LENDING_EACH_S
 
 
-_Read = Callable[[DataClient, Any, float, Any], Any]
-"""Reads an answer, given the client, the answer, the time of the request, and the request."""
-
 _Locate = Callable[[int, int], BufferRef | None]
 """Where a client finds bytes of this process, by their address and number."""
 
 
-class _Clients:
-    """Idle data connections of this process, and the stores that live in it."""
-
-    def __init__(self) -> None:
-        # Without a lock: a finalizer may fetch, too, during another call of its thread
-        self._idle: list[tuple[tuple[str, int], DataClient]] = []
-        self.local: dict[bytes, Store] = {}
-
-    def request(self, address: Address, message: Any, until_s: float, read: _Read) -> Any:
-        """Sends a request, and retries while the holder is unreachable but alive; `read` reads the answer."""
-        pause_s, full_until_s = FIRST_PAUSE_S, min(until_s, time.monotonic() + FULL_S)
-        while True:
-            left_s = max(until_s - time.monotonic(), FIRST_PAUSE_S)  # after a long sleep one more try finds the cause
-            try:
-                client = self._take((address.host, address.port)) or DataClient(address, left_s)
-                return self._ask(address, client, message, left_s, read)
-            except ConnectionLostError as exc:
-                if _is_gone(exc) or time.monotonic() + pause_s >= (full_until_s if _is_full(exc) else until_s):
-                    raise
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-    def _ask(self, address: Address, client: DataClient, message: Any, timeout_s: float, read: _Read) -> Any:
-        asked_s = time.monotonic()
-        try:
-            answer: Any = client.request(message, timeout_s)
-            result = from_wire(answer.error) if isinstance(answer, Failed) else read(client, answer, asked_s, message)
-        except BaseException:
-            client.close()
-            raise
-        if not isinstance(result, Borrowed) or not result.is_lent:
-            self._give((address.host, address.port), client)
-        if isinstance(result, RaycollectError):
-            raise copy_error(result)
-        return result
-
-    def give_back(self, address: Address, client: DataClient) -> None:
-        """Tells a holder that its memory is no longer read, and keeps the connection."""
-        try:
-            client.tell(Copied())
-        except ChannelError:  # the holder has ended
-            client.close()
-        else:
-            self._give((address.host, address.port), client)
-
-    def _take(self, place: tuple[str, int]) -> DataClient | None:
-        for entry in tuple(self._idle):
-            if entry[0] == place:
-                with suppress(ValueError):  # another thread has taken it
-                    self._idle.remove(entry)
-                    return entry[1]
-        return None
-
-    def _give(self, place: tuple[str, int], client: DataClient) -> None:
-        self._idle.append((place, client))
-        self.shrink(MAX_IDLE)
-
-    def shrink(self, most: int) -> None:
-        """Closes idle connections until at most `most` are left."""
-        with suppress(IndexError):
-            while len(self._idle) > most:
-                self._idle.pop(0)[1].close()
-
-
-def _is_gone(error: ConnectionLostError) -> bool:
-    """Whether the holder's port is closed: its process has ended."""
-    return isinstance(error.__cause__, ConnectionRefusedError)
-
-
-def _is_full(error: ConnectionLostError) -> bool:
-    return isinstance(error.__cause__, OSError) and error.__cause__.errno in sockets.FULL
-
-
-_clients = _Clients()
+_clients = DataClients()
 
 
 def register_local(secret: bytes, store: Store) -> None:
@@ -195,7 +109,7 @@ def fetch(address: Address, key: Key, *, actor: str, incarnation: str = "", time
         return _lent_or_sent(address, (*direct, near, Fetch(key=key)), _read_value, timeout_s)
 
 
-def _lent_or_sent(address: Address, requests: Sequence[Any], read: _Read, timeout_s: float) -> Any:
+def _lent_or_sent(address: Address, requests: Sequence[Any], read: ReadAnswer, timeout_s: float) -> Any:
     """Makes the first request, and each next one if what the holder lent is out of reach."""
     until_s = time.monotonic() + timeout_s
     for message in requests:
@@ -334,8 +248,8 @@ def _answering(op: str, key: Key, actor: str, incarnation: str) -> Iterator[None
     try:
         yield
     except ChannelError as exc:
-        if isinstance(exc, ConnectionLostError) and not _is_gone(exc):
-            short = sockets.shortage(1) if _is_full(exc) else ""
+        if isinstance(exc, ConnectionLostError) and not is_gone(exc):
+            short = sockets.shortage(1) if is_full(exc) else ""
             detail = f"{exc.detail}; {short}" if short else exc.detail
             raise HolderUnreachableError(op=op, actor=actor, ref=key.hex(), detail=detail, peer=exc.peer) from exc
         violation = Violation(
@@ -447,7 +361,7 @@ def _serve_read(link: DataLink, store: Store, message: Read) -> None:
             # `Copied`, or None: the client has ended, or is too slow
             link.receive(None if held.is_frozen else lending_s(nbytes))
             return
-        blobs = [np.ascontiguousarray(view).reshape(-1).view(np.uint8).data for view in views]
+        blobs = list(map(boxes.flat, views))
         if not held.is_frozen:
             claim.close()  # a slow reader blocks no plan
         link.send(Fetched(description=LENT.encode(None), blob_nbytes=nbytes), blobs)
@@ -461,15 +375,8 @@ def _serve_deltas(link: DataLink, store: Store, message: Read) -> None:
                 claims.enter_context(reading(store, Key(key), link.has_ended)) for key in (message.since, message.key)
             )
         )
-        deltas = list(map(delta.encode, old, new))
-        counts = tuple(None if some is None else len(some.words) for some in deltas)
-        blobs = [
-            blob
-            for some, view in zip(deltas, new, strict=True)
-            for blob in ([np.ascontiguousarray(view).reshape(-1).view(np.uint8).data] if some is None else some.blobs)
-        ]
-        nbytes = sum(blob.nbytes for blob in blobs)
-        link.send(Fetched(description=boxes.DELTAS.encode(counts), blob_nbytes=nbytes), blobs)
+        described, blobs = boxes.deltas(old, new)
+        link.send(Fetched(description=described, blob_nbytes=sum(blob.nbytes for blob in blobs)), blobs)
 
 
 _ANSWERS: dict[type[Any], Callable[[DataLink, Store, Any], None]] = {

@@ -6,14 +6,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from raycollect.backends.arrays import Array, box_of
 from raycollect.backends.elements import convert
-from raycollect.core import threads
 from raycollect.core.model import Key
 from raycollect.errors import (
     RaycollectError,
@@ -24,11 +22,12 @@ from raycollect.errors import (
     strip_traceback,
 )
 from raycollect.member.participant import Participant
-from raycollect.planner.boxes import extent, moved, volume
+from raycollect.planner.boxes import moved
 from raycollect.pos import Container, Range, fetch
-from raycollect.pos.boxes import MOST_BOXES, Borrowed, Box
-from raycollect.weights import atoms, digests, protocol
+from raycollect.pos.boxes import MOST_BOXES, Borrowed
+from raycollect.weights import atoms, deltas, digests, protocol
 from raycollect.weights.atoms import AtomPart, Layouts
+from raycollect.weights.deltas import Arrived
 from raycollect.weights.directory import Atoms, Holder, Holders
 from raycollect.weights.local_side import LocalSide
 from raycollect.weights.protocol import Atom, Digests, RankState, Version
@@ -38,15 +37,9 @@ from raycollect.weights.source import WAIT_S, ServedArrays
 HOLDER_S, LENDER_S = 5.0, 1.0
 """How long to wait for a holder while other holders remain, and for one that only has to lend, in seconds."""
 
-READ_NBYTES, _READERS = 64 << 20, 4
-"""The most bytes that a receiver has under way from another host, or in place, but at least an atom of each request;
-and the threads that read deltas."""
-
-_WHOLE = Key(b"")
-"""Asks a holder for whole atoms."""
-
-_Arrived = tuple[dict[Atom, Array], dict[Atom, bytes], int]
-"""Atoms that were made of deltas, except in place; their digests; and the bytes that arrived."""
+READ_NBYTES = 64 << 20
+"""The most bytes of atoms that are read at once from another host, or in place, but at least an atom of each request.
+In place they are in memory twice until they are written."""
 
 
 class Receiver:
@@ -290,9 +283,9 @@ class Receiver:
     def _lying(self, version: Version, live: list[Array]) -> dict[Atom, bytes]:
         """Recomputes the digests of landed atoms that lie as they were put: others may have overwritten them."""
         present = {}
-        for atom, parts in self._parts.items():
-            if atom in self.state.landed and self._is_plain(atom, version, live):
-                present[atom] = digests.digest(self._side.box(live, parts[0]))
+        for atom in self._parts:
+            if atom in self.state.landed and (box := self._plain(atom, version, live)) is not None:
+                present[atom] = digests.digest(box)
         return present
 
     def _know(self, among: tuple[Atom, ...]) -> None:
@@ -316,7 +309,7 @@ class Receiver:
             if self.inplace:
                 self.withdraw()  # the tensors that serve the version are about to change
                 claim.enter_context(self._here.store.writing(self._side.ranges(), limit_s=timeout_s))
-            turns = self._turns(holders)
+            turns = deltas.in_turn(holders, self._base[1], self._here.identity.machine)
             for at, (holder, places, since) in enumerate(turns):
                 mine = [atom for atom in self.state.missing if atom in places]
                 left_s = until_s - time.monotonic()
@@ -328,7 +321,8 @@ class Receiver:
                 has_others = bool(others) and all(any(atom in more for more in others) for atom in mine)
                 limit_s = min(left_s, LENDER_S if is_near else HOLDER_S) if has_others else left_s
                 is_bounded = self.inplace or holder.machine != self._here.identity.machine
-                for some in self._requests(mine, READ_NBYTES if is_bounded else 1 << 62):
+                most_nbytes = READ_NBYTES if is_bounded else 1 << 62
+                for some in atoms.batches(mine, self._side.layouts, most_nbytes, MOST_BOXES):
                     try:
                         read += self._read(version, holder, places, some, limit_s, live)
                     except RaycollectError as exc:
@@ -336,34 +330,6 @@ class Receiver:
                         break
         del before
         return read, failures
-
-    def _turns(self, holders: Holders) -> list[tuple[Holder, Atoms, Key]]:
-        """Returns the holders in turn, those of this host first, and the keys since which they are asked for deltas.
-
-        A publisher of another host is asked for deltas if it had the version that was staged here last.
-        """
-        machine = self._here.identity.machine
-        near = [(holder, places, _WHOLE) for holder, places in holders if holder.machine == machine]
-        far = [(holder, places, _WHOLE) for holder, places in holders if holder.machine != machine]
-        keys = {(holder.incarnation, holder.rank): holder.key for holder, _ in self._base[1] if holder.is_publisher}
-        deltas = [
-            (holder, places, since)
-            for holder, places, _ in far
-            if holder.is_publisher and (since := keys.get((holder.incarnation, holder.rank), holder.key)) != holder.key
-        ]
-        return [*near, *deltas, *far]
-
-    def _requests(self, wanted: Sequence[Atom], most_nbytes: int) -> list[list[Atom]]:
-        requests: list[list[Atom]] = []
-        nbytes = most_nbytes
-        for atom in wanted:
-            size = volume(atom[1]) * self._side.layouts[atom[0]].itemsize
-            if nbytes + size > most_nbytes or len(requests[-1]) == MOST_BOXES:
-                requests.append([])
-                nbytes = 0
-            requests[-1].append(atom)
-            nbytes += size
-        return requests
 
     def _read(
         self,
@@ -374,7 +340,7 @@ class Receiver:
         limit_s: float,
         live: list[Array],
     ) -> int:
-        boxes = [_box(places, atom, version) for atom in some]
+        boxes = deltas.boxes(places, some, version)
         landed, read = dict[Atom, bytes](), 0
         borrowed = fetch.borrow(
             holder.address, holder.key, boxes, actor=holder.actor, incarnation=holder.incarnation, timeout_s=limit_s
@@ -414,65 +380,32 @@ class Receiver:
 
         An atom that does not lie here like that, or that a failure leaves out, stays missing: it is read as a whole.
         """
-        among = [atom for atom in wanted if atom in self._base[0] and self._is_plain(atom, version, live)]
-        found = self._requests(among, READ_NBYTES // _READERS)
-        requests = iter(found)  # the threads share it
-        advance = partial(self._advance, version, holder, places, since, live, limit_s)
+        before = self._base[0]
+        lying = {
+            atom: box for atom in wanted if atom in before and (box := self._plain(atom, version, live)) is not None
+        }
 
-        def read() -> list[_Arrived]:
-            mine: list[_Arrived] = []
-            with suppress(RaycollectError):
-                mine.extend(map(advance, requests))
-            for _ in requests:  # after a failure the others would fail, too
-                pass
-            return mine
+        def get(some: list[Atom]) -> Arrived:
+            bases = {atom: lying[atom] for atom in some}
+            arrays, nbytes = deltas.read(version, holder, places, since, before, bases, limit_s)
+            if self.inplace:
+                return Arrived({}, {atom: self._land(atom, array, live) for atom, array in arrays.items()}, nbytes)
+            return Arrived(arrays, {atom: digests.digest(array) for atom, array in arrays.items()}, nbytes)
 
-        with threads.pool("raycollect-read", _READERS) as workers:  # copies and digests hold no GIL
-            others = [threads.submit(workers, read) for _ in found[1:_READERS]]
-            arrived = read()
-            for other in others:
-                arrived += other.result()
-        for arrays, landed, _ in arrived:
-            self.state = protocol.land(self.state, version, landed)
-            self._next |= {atom: it for atom, it in arrays.items() if landed[atom] == self.state.wanted[atom]}
-        return sum(nbytes for _, _, nbytes in arrived)
+        most_nbytes = READ_NBYTES // deltas.READERS
+        arrived = deltas.in_threads(get, atoms.batches(lying, self._side.layouts, most_nbytes, MOST_BOXES))
+        for some in arrived:
+            self.state = protocol.land(self.state, version, some.landed)
+            self._next |= {atom: it for atom, it in some.arrays.items() if some.landed[atom] == self.state.wanted[atom]}
+        return sum(some.nbytes for some in arrived)
 
-    def _advance(
-        self,
-        version: Version,
-        holder: Holder,
-        places: Atoms,
-        since: Key,
-        live: list[Array],
-        limit_s: float,
-        some: list[Atom],
-    ) -> _Arrived:
-        """Makes atoms of those in the tensors, if these have the digests of the earlier version; any thread."""
-        lying = {atom: self._side.box(live, self._parts[atom][0]) for atom in some}
-        bases = {atom: box for atom, box in lying.items() if digests.digest(box) == self._base[0][atom]}
-        if not bases:
-            return {}, {}, 0
-        arrays, nbytes = fetch.read_deltas(
-            holder.address,
-            holder.key,
-            [_box(places, atom, version) for atom in bases],
-            since,
-            list(bases.values()),
-            actor=holder.actor,
-            incarnation=holder.incarnation,
-            timeout_s=limit_s,
-        )
-        advanced = dict(zip(bases, arrays, strict=True))
-        if self.inplace:
-            return {}, {atom: self._land(atom, array, live) for atom, array in advanced.items()}, nbytes
-        return advanced, {atom: digests.digest(array) for atom, array in advanced.items()}, nbytes
-
-    def _is_plain(self, atom: Atom, version: Version, live: list[Array]) -> bool:
-        """Whether an atom lies here in one piece, and as it was put."""
+    def _plain(self, atom: Atom, version: Version, live: list[Array]) -> Array | None:
+        """Returns an atom as it lies here, if that is in one piece and as it was put."""
         parts = self._parts[atom]
         if len(parts) > 1 or parts[0].box != atom[1]:
-            return False
-        return self._side.box(live, parts[0]).dtype == np.dtype(version.dtypes[atom[0]])
+            return None
+        box = self._side.box(live, parts[0])
+        return box if box.dtype == np.dtype(version.dtypes[atom[0]]) else None
 
     def _hold(self, holder: Holder, borrowed: Borrowed, some: list[Atom], right: list[Atom]) -> None:
         """Keeps verified atoms until methods see them."""
@@ -506,8 +439,3 @@ class Receiver:
         return VersionNotWholeError(
             name=self.name, version=str(version), rank=self._side.rank, actor=who, detail=detail
         )
-
-
-def _box(places: Atoms, atom: Atom, version: Version) -> Box:
-    """Returns the box of an atom in a holder's tensors."""
-    return Box(*places[atom], extent(atom[1]), version.dtypes[atom[0]])

@@ -1,0 +1,121 @@
+"""Deltas of a version, which a receiver reads from publishers of other hosts; inside the actor.
+
+Between two steps of a training few elements may change. A publisher has the two newest versions. So a receiver that
+asks it names the version whose bits lie in its tensors, and gets what differs, where that is smaller than the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from raycollect.backends.arrays import Array
+from raycollect.core import threads
+from raycollect.core.model import Key
+from raycollect.errors import RaycollectError
+from raycollect.planner.boxes import extent
+from raycollect.pos import fetch
+from raycollect.pos.boxes import Box
+from raycollect.weights import digests
+from raycollect.weights.directory import Atoms, Holder, Holders
+from raycollect.weights.protocol import Atom, Digests, Version
+
+READERS = 4
+"""The threads of a receiver that read deltas."""
+
+WHOLE = Key(b"")
+"""Stands for no version: the holder is asked for whole atoms."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrived:
+    """The atoms of one request.
+
+    Attributes:
+        arrays: Their elements; empty if they were written into the tensors.
+        landed: Their digests, recomputed.
+        nbytes: The bytes that arrived for them.
+    """
+
+    arrays: dict[Atom, Array]
+    landed: dict[Atom, bytes]
+    nbytes: int
+
+
+def in_turn(holders: Holders, before: Holders, machine: str) -> list[tuple[Holder, Atoms, Key]]:
+    """Returns holders in the order in which a rank asks them, and the keys of earlier versions to ask for deltas from.
+
+    Those of its host come first. Publishers of other hosts are asked for deltas if they are among the holders `before`,
+    those of the version that the rank staged last.
+    """
+    keys = {(holder.incarnation, holder.rank): holder.key for holder, _ in before if holder.is_publisher}
+    near = [(holder, places, WHOLE) for holder, places in holders if holder.machine == machine]
+    far = [(holder, places, WHOLE) for holder, places in holders if holder.machine != machine]
+    deltas = [
+        (holder, places, since)
+        for holder, places, _ in far
+        if holder.is_publisher and (since := keys.get((holder.incarnation, holder.rank), holder.key)) != holder.key
+    ]
+    return [*near, *deltas, *far]
+
+
+def boxes(places: Atoms, some: Iterable[Atom], version: Version) -> list[Box]:
+    """Returns the boxes of atoms in a holder's tensors."""
+    return [Box(*places[atom], extent(atom[1]), version.dtypes[atom[0]]) for atom in some]
+
+
+def read(
+    version: Version,
+    holder: Holder,
+    places: Atoms,
+    since: Key,
+    before: Digests,
+    lying: Mapping[Atom, Array],
+    timeout_s: float,
+) -> tuple[dict[Atom, Array], int]:
+    """Reads atoms as deltas, and returns their elements, which are not verified, and the bytes that arrived.
+
+    Args:
+        version: The version.
+        holder: The holder.
+        places: Where atoms lie in its tensors.
+        since: The key under which it has an earlier version.
+        before: The digests of the earlier version.
+        lying: The atoms as they lie here; those with other digests are left out.
+        timeout_s: How long to wait, in seconds.
+
+    Raises:
+        RaycollectError: As `fetch.read_deltas`.
+    """
+    bases = {atom: array for atom, array in lying.items() if digests.digest(array) == before[atom]}
+    if not bases:
+        return {}, 0
+    arrays, nbytes = fetch.read_deltas(
+        holder.address,
+        holder.key,
+        boxes(places, bases, version),
+        since,
+        list(bases.values()),
+        actor=holder.actor,
+        incarnation=holder.incarnation,
+        timeout_s=timeout_s,
+    )
+    return dict(zip(bases, arrays, strict=True)), nbytes
+
+
+def in_threads(get: Callable[[list[Atom]], Arrived], requests: Sequence[list[Atom]]) -> list[Arrived]:
+    """Calls `get` for each request in several threads, until a call raises a RaycollectError; returns the results."""
+    left = iter(requests)  # the threads share it
+
+    def run() -> list[Arrived]:
+        arrived: list[Arrived] = []
+        with suppress(RaycollectError):
+            arrived.extend(map(get, left))
+        for _ in left:  # they would fail, too
+            pass
+        return arrived
+
+    with threads.pool("raycollect-read", READERS) as workers:  # copies and digests hold no GIL
+        others = [threads.submit(workers, run) for _ in requests[1:READERS]]
+        return [*run(), *(some for other in others for some in other.result())]
