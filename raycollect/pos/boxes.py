@@ -11,9 +11,9 @@ from raycollect.backends.arrays import Array, box_of
 from raycollect.channel import DataClient
 from raycollect.channel.messages import Copied
 from raycollect.core.codec import Codec
-from raycollect.core.model import Segment
+from raycollect.core.model import Segment, TensorInfo
 from raycollect.errors import ProtocolError
-from raycollect.pos import delta
+from raycollect.pos import delta, tensors
 from raycollect.pos.segments import Segments
 
 MOST_BOXES = 1024
@@ -110,7 +110,14 @@ def _mapped(memory: Array, offset: int, *strides: int, box: Box) -> Array:
     return view
 
 
-def take(client: DataClient, description: bytes, wanted: Sequence[Box], give_back: Callable[[], None]) -> Borrowed:
+def take(
+    client: DataClient,
+    description: bytes,
+    wanted: Sequence[Box],
+    give_back: Callable[[], None],
+    *,
+    in_arena: bool = False,
+) -> Borrowed:
     """Reads the answer to a request for boxes.
 
     Args:
@@ -118,6 +125,7 @@ def take(client: DataClient, description: bytes, wanted: Sequence[Box], give_bac
         description: That of the answer.
         wanted: The boxes.
         give_back: Called when boxes that the holder lends are closed.
+        in_arena: Whether boxes that are sent are kept in shared memory, so that this process can lend them.
 
     Raises:
         OutOfReach: This process can't map what the holder lends.
@@ -136,10 +144,8 @@ def take(client: DataClient, description: bytes, wanted: Sequence[Box], give_bac
         copies = [np.array(view) for view in views]  # the holder may write them after `lending_s`
         client.tell(Copied())
         return Borrowed(copies)
-    received = [np.empty(box.size, box.dtype) for box in wanted]
-    client.receive_blob(*map(flat, received))
-    if client.blob_left:
-        raise ProtocolError(detail="the announced bytes are not those of the boxes")
+    received = [_empty(box.size, box.dtype, in_arena) for box in wanted]
+    _receive(client, list(map(flat, received)))
     return Borrowed(received)
 
 
@@ -151,23 +157,35 @@ def deltas(old: Sequence[Array], new: Sequence[Array]) -> tuple[bytes, list[memo
     return DELTAS.encode(counts), [blob for some in blobs for blob in some]
 
 
-def take_deltas(client: DataClient, description: bytes, bases: Sequence[Array]) -> list[Array]:
-    """Reads the answer to a request for deltas, and returns the boxes, made of `bases`; raises ProtocolError."""
+def take_deltas(
+    client: DataClient, description: bytes, bases: Sequence[Array], *, in_arena: bool = False
+) -> list[Array]:
+    """Reads the answer to a request for deltas, and returns the boxes, made of `bases`; see `take`."""
     counts = DELTAS.decode(description)
     if len(counts) != len(bases):
         raise ProtocolError(detail=f"{len(counts)} deltas for {len(bases)} boxes")
-    received = [
-        np.empty(base.shape, base.dtype) if count is None else delta.empty(base, count)
-        for base, count in zip(bases, counts, strict=True)
-    ]
-    blobs = [part.blobs if isinstance(part, delta.Delta) else [flat(part)] for part in received]
-    client.receive_blob(*(blob for some in blobs for blob in some))
+    results = [_empty(base.shape, base.dtype, in_arena) for base in bases]
+    encoded = [None if count is None else delta.empty(base, count) for base, count in zip(bases, counts, strict=True)]
+    blobs = [[flat(into)] if some is None else some.blobs for some, into in zip(encoded, results, strict=True)]
+    _receive(client, [blob for some in blobs for blob in some])
+    for some, base, into in zip(encoded, bases, results, strict=True):
+        if some is not None:
+            delta.apply(some, base, into)
+    return results
+
+
+def _empty(shape: tuple[int, ...], dtype: Any, in_arena: bool) -> Array:
+    if not in_arena:
+        return np.empty(shape, dtype)
+    element = np.dtype(dtype)
+    into: Array = tensors.allocate(TensorInfo(shape=shape, dtype=element.name, itemsize=element.itemsize))
+    return into
+
+
+def _receive(client: DataClient, into: Sequence[memoryview]) -> None:
+    client.receive_blob(*into)
     if client.blob_left:
         raise ProtocolError(detail="the announced bytes are not those of the boxes")
-    return [
-        delta.applied(base, part) if isinstance(part, delta.Delta) else part
-        for base, part in zip(bases, received, strict=True)
-    ]
 
 
 def flat(array: Array) -> memoryview:

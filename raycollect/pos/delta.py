@@ -58,17 +58,20 @@ def empty(like: Array, count: int) -> Delta:
     return Delta(np.empty(-(-size // _BLOCK), np.uint16), np.empty(count, np.uint8), np.empty(count, word))
 
 
-def applied(base: Array, delta: Delta) -> Array:
-    """Returns the array to which a delta leads from `base`; raises ProtocolError for a delta to another size."""
-    result = np.array(base, order="C")
-    words = _words(result)
+def apply(delta: Delta, base: Array, into: Array) -> None:
+    """Makes `into`, in C order, the array to which a delta leads from `base`.
+
+    Raises:
+        ProtocolError: The delta is one to an array of another size.
+    """
+    np.copyto(into, base)
+    words = _words(into)
     if int(delta.counts.sum(dtype=np.int64)) != len(delta.positions):
         raise ProtocolError(detail="the blocks of a delta have other words than those that are there")
     try:
         words[np.repeat(np.arange(len(delta.counts)) * _BLOCK, delta.counts) + delta.positions] = delta.words
     except IndexError as exc:
         raise ProtocolError(detail="a delta leaves its array") from exc
-    return result
 
 
 def _is_smaller(count: int, words: Array) -> bool:

@@ -126,10 +126,12 @@ def borrow(
     actor: str,
     incarnation: str = "",
     timeout_s: float = 60.0,
+    in_arena: bool = False,
 ) -> Borrowed:
     """Borrows boxes of the tensors of a key, at most `boxes.MOST_BOXES`; raises as `fetch`. Any thread may call it.
 
-    Tensors of a frozen value in shared memory of this machine are lent, without a time limit. Others are copied.
+    Tensors of a frozen value in shared memory of this machine are lent, without a time limit. Others are copied; those
+    that were sent into shared memory with `in_arena`.
     """
     plain = [box[:3] for box in wanted]
     local = _clients.local.get(address.secret)
@@ -143,7 +145,8 @@ def borrow(
 
     def take(client: DataClient, answer: Any, *_: Any) -> Borrowed:
         description = _expect(answer, Fetched).description
-        return boxes.take(client, description, wanted, partial(_clients.give_back, address, client))
+        give_back = partial(_clients.give_back, address, client)
+        return boxes.take(client, description, wanted, give_back, in_arena=in_arena)
 
     with _answering("read", key, actor, incarnation):
         sent = Read(key=key, boxes=plain)
@@ -161,6 +164,7 @@ def read_deltas(
     actor: str,
     incarnation: str = "",
     timeout_s: float = 60.0,
+    in_arena: bool = False,
 ) -> tuple[list[arrays.Array], int]:
     """Reads boxes of the tensors of a key, as deltas where these are smaller; any thread may call it.
 
@@ -175,13 +179,15 @@ def read_deltas(
         actor: As in `fetch`.
         incarnation: As in `fetch`.
         timeout_s: How long to wait, in seconds.
+        in_arena: Whether they are kept in shared memory.
 
     Raises:
         RaycollectError: As `fetch`; also if the holder does not have the tensors under `since`.
     """
 
     def take(client: DataClient, answer: Any, *_: Any) -> tuple[list[arrays.Array], int]:
-        return boxes.take_deltas(client, _expect(answer, Fetched).description, bases), answer.blob_nbytes
+        description = _expect(answer, Fetched).description
+        return boxes.take_deltas(client, description, bases, in_arena=in_arena), answer.blob_nbytes
 
     with _answering("read", key, actor, incarnation):
         message = Read(key=key, boxes=[box[:3] for box in wanted], since=since)

@@ -23,14 +23,15 @@ from raycollect.errors import (
 )
 from raycollect.member.participant import Participant
 from raycollect.planner.boxes import moved
-from raycollect.pos import Container, Range, fetch
+from raycollect.pos import Container, Range
 from raycollect.pos.boxes import MOST_BOXES, Borrowed
-from raycollect.weights import atoms, deltas, digests, protocol
+from raycollect.weights import atoms, digests, hosts, protocol, reads
 from raycollect.weights.atoms import AtomPart, Layouts
-from raycollect.weights.deltas import Arrived
 from raycollect.weights.directory import Atoms, Holder, Holders
+from raycollect.weights.hosts import Loan
 from raycollect.weights.local_side import LocalSide
 from raycollect.weights.protocol import Atom, Digests, RankState, Version
+from raycollect.weights.reads import Arrived
 from raycollect.weights.receipts import RankReceipt
 from raycollect.weights.source import WAIT_S, ServedArrays
 
@@ -75,6 +76,8 @@ class Receiver:
         self._side.follow(actor)
         self.inplace: bool = inplace
         self._served = ServedArrays(self._side.live())  # the version that methods see
+        self._staged = ServedArrays([], is_frozen=True)  # what arrived of the next one, for other ranks of this host
+        self._lends = False
         self._among: tuple[Atom, ...] = ()  # the atoms of a version; versions usually have the same ones
         self._parts: dict[Atom, tuple[AtomPart, ...]] = {}  # where the atoms of this rank lie
         self._marked: list[Range] = []  # the ranges that are dirty by an update in place
@@ -87,14 +90,16 @@ class Receiver:
         self._mapped: dict[str, Array] = {}  # keeps the memory of the last version's holders mapped
         self._base: tuple[Digests, Holders] = {}, ()  # of the version staged last: the digests, and its holders
         self.state: RankState = RankState()
+        self.loan: Loan = None  # of what was staged last
         self.stale_holders: tuple[Key, ...] = ()  # the keys of holders that did not have the version staged last
         self.where: tuple[Range, ...] = tuple(span for span in self._side.ranges() if span[0] < span[1])
         self.form: tuple[Any, ...] = (name, inplace, rank, tuple(layouts.items()))
 
-    def stage(self, version: Version, holders: Holders, timeout_s: float) -> RankReceipt:
+    def stage(self, version: Version, holders: Holders, timeout_s: float, *, lends: bool = False) -> RankReceipt:
         """Gets and verifies the atoms of a version that this rank lacks.
 
-        The version that methods see stays available to other receivers, also if this fails.
+        The version that methods see stays available to other receivers, also if this fails. With `lends`, what arrived
+        is available to other ranks of this host until methods see it, as `loan`.
 
         Raises:
             VersionNotWholeError: No holder gave some atoms with the right digests.
@@ -104,6 +109,7 @@ class Receiver:
         began_s, live = time.monotonic(), self._live()  # refuses replaced tensors before any rank shows the version
         self._know(tuple(version.digests))
         self.release()
+        self._lends = lends
         wanted = {atom: version.digests[atom] for atom in self._parts}
         self._next = {atom: it for atom, it in self._next.items() if self.state.landed.get(atom) == wanted[atom]}
         if self.inplace:
@@ -120,6 +126,10 @@ class Receiver:
         landed = {atom: self.state.landed[atom] for atom in wanted}
         self.stale_holders = tuple(key for key, error in failures.items() if isinstance(error, RefusedError))
         read, self._ahead = read + self._ahead, 0
+        if self._lends:
+            borrowed = {atom for _, some in self._lent for atom in some}
+            arrived = {atom: array for atom, array in self._next.items() if atom not in borrowed}
+            self.loan = hosts.lend(self._here.store, self._staged, arrived, landed)
         return RankReceipt(
             rank=self._side.rank,
             actor=self._here.actor,
@@ -230,7 +240,9 @@ class Receiver:
         }
 
     def release(self) -> None:
-        """Gives back what holders lend."""
+        """Gives back what holders lend, and ends the loan."""
+        self._staged.withdraw(self._here.store)
+        self._staged.arrays, self.loan = [], None
         lent, self._lent = self._lent, []
         for borrowed, some in lent:
             borrowed.close()
@@ -309,7 +321,7 @@ class Receiver:
             if self.inplace:
                 self.withdraw()  # the tensors that serve the version are about to change
                 claim.enter_context(self._here.store.writing(self._side.ranges(), limit_s=timeout_s))
-            turns = deltas.in_turn(holders, self._base[1], self._here.identity.machine)
+            turns = reads.in_turn(holders, self._base[1], self._here.identity.machine)
             for at, (holder, places, since) in enumerate(turns):
                 mine = [atom for atom in self.state.missing if atom in places]
                 left_s = until_s - time.monotonic()
@@ -340,11 +352,8 @@ class Receiver:
         limit_s: float,
         live: list[Array],
     ) -> int:
-        boxes = deltas.boxes(places, some, version)
         landed, read = dict[Atom, bytes](), 0
-        borrowed = fetch.borrow(
-            holder.address, holder.key, boxes, actor=holder.actor, incarnation=holder.incarnation, timeout_s=limit_s
-        )
+        borrowed = reads.whole(version, holder, places, some, limit_s, in_arena=self._lends)
         try:
             for atom, array in zip(some, borrowed.arrays, strict=True):
                 if borrowed.is_lent and self._checked.get(atom) == (holder.key, self.state.wanted[atom]):
@@ -387,13 +396,13 @@ class Receiver:
 
         def get(some: list[Atom]) -> Arrived:
             bases = {atom: lying[atom] for atom in some}
-            arrays, nbytes = deltas.read(version, holder, places, since, before, bases, limit_s)
+            arrays, nbytes = reads.deltas(version, holder, places, since, before, bases, limit_s, in_arena=self._lends)
             if self.inplace:
                 return Arrived({}, {atom: self._land(atom, array, live) for atom, array in arrays.items()}, nbytes)
             return Arrived(arrays, {atom: digests.digest(array) for atom, array in arrays.items()}, nbytes)
 
-        most_nbytes = READ_NBYTES // deltas.READERS
-        arrived = deltas.in_threads(get, atoms.batches(lying, self._side.layouts, most_nbytes, MOST_BOXES))
+        most_nbytes = READ_NBYTES // reads.READERS
+        arrived = reads.in_threads(get, atoms.batches(lying, self._side.layouts, most_nbytes, MOST_BOXES))
         for some in arrived:
             self.state = protocol.land(self.state, version, some.landed)
             self._next |= {atom: it for atom, it in some.arrays.items() if some.landed[atom] == self.state.wanted[atom]}

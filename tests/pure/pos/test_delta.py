@@ -41,6 +41,12 @@ def _received(base: Any, sent: delta.Delta) -> delta.Delta:
     return into
 
 
+def _applied(base: Any, some: delta.Delta) -> Any:
+    into = np.empty(base.shape, base.dtype)
+    delta.apply(some, base, into)
+    return into
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(DTYPES), SIZES, st.sampled_from([0.0, 0.001, 0.02, 0.2, 0.6, 1.0]), st.integers(0, 1 << 32))
 def test_a_delta_leads_to_the_same_bits(name: str, size: int, share: float, seed: int) -> None:
@@ -53,7 +59,7 @@ def test_a_delta_leads_to_the_same_bits(name: str, size: int, share: float, seed
         return
     assert sum(blob.nbytes for blob in some.blobs) <= array.nbytes / 2
     before = _bits(base)
-    assert _bits(delta.applied(base, _received(base, some))) == _bits(array)
+    assert _bits(_applied(base, _received(base, some))) == _bits(array)
     assert _bits(base) == before
 
 
@@ -74,9 +80,7 @@ def test_a_box_with_strides_is_compared_as_its_elements() -> None:
     base, array = whole[3:80, 5:60], other[3:80, 5:60]
     some = delta.encode(base, array)
     assert some is not None
-    result = delta.applied(base, some)
-    assert result.flags.c_contiguous
-    np.testing.assert_array_equal(result, array)
+    np.testing.assert_array_equal(_applied(base, some), array)
 
 
 def test_zeros_of_two_signs_differ_and_a_nan_is_itself() -> None:
@@ -87,7 +91,7 @@ def test_zeros_of_two_signs_differ_and_a_nan_is_itself() -> None:
     some = delta.encode(base, array)
     assert some is not None
     assert len(some.words) == 1
-    assert np.signbit(delta.applied(base, some)[1])
+    assert np.signbit(_applied(base, some)[1])
 
 
 def test_arrays_of_other_types_have_no_delta() -> None:
@@ -105,4 +109,4 @@ def test_a_delta_that_does_not_fit_is_refused(counts: list[int], position: int) 
     base = np.zeros(4096 if len(counts) == 16 else 4100, np.float32)
     wrong = delta.Delta(np.array(counts, np.uint16), np.array([position], np.uint8), np.ones(1, np.uint32))
     with pytest.raises(ProtocolError):
-        delta.applied(base, wrong)
+        _applied(base, wrong)

@@ -1,7 +1,7 @@
-"""Deltas of a version, which a receiver reads from publishers of other hosts; inside the actor.
+"""What a rank of a receiver group reads from a holder: whole atoms, or deltas; inside the actor.
 
-Between two steps of a training few elements may change. A publisher has the two newest versions. So a receiver that
-asks it names the version whose bits lie in its tensors, and gets what differs, where that is smaller than the whole.
+Between two steps of a training few elements may change. A publisher has the two newest versions. So a receiver of
+another host names the version whose bits lie in its tensors, and gets what differs, where that is smaller.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from raycollect.core.model import Key
 from raycollect.errors import RaycollectError
 from raycollect.planner.boxes import extent
 from raycollect.pos import fetch
-from raycollect.pos.boxes import Box
+from raycollect.pos.boxes import Borrowed, Box
 from raycollect.weights import digests
 from raycollect.weights.directory import Atoms, Holder, Holders
 from raycollect.weights.protocol import Atom, Digests, Version
@@ -52,20 +52,39 @@ def in_turn(holders: Holders, before: Holders, machine: str) -> list[tuple[Holde
     keys = {(holder.incarnation, holder.rank): holder.key for holder, _ in before if holder.is_publisher}
     near = [(holder, places, WHOLE) for holder, places in holders if holder.machine == machine]
     far = [(holder, places, WHOLE) for holder, places in holders if holder.machine != machine]
-    deltas = [
+    earlier = [
         (holder, places, since)
         for holder, places, _ in far
         if holder.is_publisher and (since := keys.get((holder.incarnation, holder.rank), holder.key)) != holder.key
     ]
-    return [*near, *deltas, *far]
+    return [*near, *earlier, *far]
 
 
-def boxes(places: Atoms, some: Iterable[Atom], version: Version) -> list[Box]:
+def _boxes(places: Atoms, some: Iterable[Atom], version: Version) -> list[Box]:
     """Returns the boxes of atoms in a holder's tensors."""
     return [Box(*places[atom], extent(atom[1]), version.dtypes[atom[0]]) for atom in some]
 
 
-def read(
+def whole(
+    version: Version, holder: Holder, places: Atoms, some: Iterable[Atom], timeout_s: float, *, in_arena: bool
+) -> Borrowed:
+    """Borrows whole atoms; see `deltas`.
+
+    Raises:
+        RaycollectError: As `fetch.borrow`.
+    """
+    return fetch.borrow(
+        holder.address,
+        holder.key,
+        _boxes(places, some, version),
+        actor=holder.actor,
+        incarnation=holder.incarnation,
+        timeout_s=timeout_s,
+        in_arena=in_arena,
+    )
+
+
+def deltas(
     version: Version,
     holder: Holder,
     places: Atoms,
@@ -73,6 +92,8 @@ def read(
     before: Digests,
     lying: Mapping[Atom, Array],
     timeout_s: float,
+    *,
+    in_arena: bool,
 ) -> tuple[dict[Atom, Array], int]:
     """Reads atoms as deltas, and returns their elements, which are not verified, and the bytes that arrived.
 
@@ -84,6 +105,7 @@ def read(
         before: The digests of the earlier version.
         lying: The atoms as they lie here; those with other digests are left out.
         timeout_s: How long to wait, in seconds.
+        in_arena: Whether the elements are kept in shared memory.
 
     Raises:
         RaycollectError: As `fetch.read_deltas`.
@@ -94,12 +116,13 @@ def read(
     arrays, nbytes = fetch.read_deltas(
         holder.address,
         holder.key,
-        boxes(places, bases, version),
+        _boxes(places, bases, version),
         since,
         list(bases.values()),
         actor=holder.actor,
         incarnation=holder.incarnation,
         timeout_s=timeout_s,
+        in_arena=in_arena,
     )
     return dict(zip(bases, arrays, strict=True)), nbytes
 
