@@ -40,11 +40,12 @@ def encode(base: Array, array: Array) -> Delta | None:
     if array.nbytes < LEAST_NBYTES or base.dtype != array.dtype:
         return None
     old, new = _words(base), _words(array)
+    differs = np.zeros(-(-len(new) // 8) * 8, bool)
     for some, other in ((_sample(old), _sample(new)), (old, new)):
-        differs = some != other
-        if not _is_smaller(int(np.count_nonzero(differs)), other):
+        among = np.not_equal(some, other, out=differs[: other.size].reshape(other.shape))
+        if not _is_smaller(int(np.count_nonzero(among)), other):
             return None
-    at = np.flatnonzero(differs)
+    at = _where(differs)
     counts = np.bincount(at // _BLOCK, minlength=_blocks(new)).astype(np.uint16)
     return Delta(counts, at.astype(np.uint8), new[at])
 
@@ -72,6 +73,14 @@ def apply(delta: Delta, base: Array, into: Array) -> None:
         words[np.repeat(np.arange(len(delta.counts)) * _BLOCK, delta.counts) + delta.positions] = delta.words
     except IndexError as exc:
         raise ProtocolError(detail="a delta leaves its array") from exc
+
+
+def _where(differs: Array) -> Array:
+    """As `np.flatnonzero`, and faster for a few of very many: eight of them are looked at together."""
+    eights = differs.view(np.uint64)
+    some = np.flatnonzero(eights != 0)
+    within = np.flatnonzero(eights[some].view(bool))
+    return np.asarray((some[within >> 3] << 3) + (within & 7))
 
 
 def _is_smaller(count: int, words: Array) -> bool:

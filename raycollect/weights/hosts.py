@@ -49,12 +49,12 @@ class Sharing:
         self._lenders: dict[int, Holders] = {}
         near = {holder.machine for holder, _ in holders}
         far = [rank for rank, member in enumerate(members) if lends and member.machine not in near]
-        tables = [layout.regions.of_rank for layout in layouts.values()] if len(far) > 1 else []
+        tables = list({id(layout.regions): layout.regions for layout in layouts.values()}.values())
         first: dict[Any, int] = {}
-        leaders = {
-            rank: first.setdefault((members[rank].machine, *(table.get(rank) for table in tables)), rank)
-            for rank in far
-        }
+        leaders = {}
+        for rank in far:
+            boxes = [tuple(region.bounds for region in table.of_rank.get(rank, ())) for table in tables]
+            leaders[rank] = first.setdefault((members[rank].machine, *boxes), rank)
         self.after: dict[int, int] = {rank: leader for rank, leader in leaders.items() if rank != leader}
 
     def is_lender(self, rank: int) -> bool:

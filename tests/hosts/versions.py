@@ -149,6 +149,23 @@ def versions_delta(_):
                 assert brings(sub, again.put(), actors) < most
 
 
+def versions_shared(_):
+    """A version crosses the link to a host once for all ranks there; without the rank that reads it, too."""
+    trainer, ref = on(1)
+    receivers, refs = zip(*(on(host) for host in (2, 2, 2, 3)), strict=True)
+    name = f"versions_shared/{os.getpid()}"
+    with col.publish([ref], name) as pub, col.subscribe(name, list(refs)) as sub:
+        for most in (2.5 * NBYTES, NBYTES / 8):
+            step(trainer)
+            assert brings(sub, pub.put(), [trainer, *receivers]) < most
+        ray.kill(receivers[0])
+        step(trainer)
+        version = pub.put()
+        receipt = sub.update(timeout_s=LIMIT_S)
+        assert (receipt.version, receipt.lost) == (version, (0,)), receipt
+        assert len(set(ray.get([actor.__ray_call__.remote(bits) for actor in (trainer, *receivers[1:])]))) == 1
+
+
 def step(trainer):
     """Changes some elements of each tensor, to NaNs and others."""
 
@@ -166,14 +183,13 @@ def brings(sub, version, actors):
     before = outside("counters")[0][0]
     check(sub.update(timeout_s=LIMIT_S), version, len(actors) - 1)
     sent = outside("counters")[0][0] - before
-    bits = ray.get([actor.__ray_call__.remote(lambda actor: bits_of(actor.weights)) for actor in actors])
-    assert len(set(bits)) == 1
+    assert len(set(ray.get([actor.__ray_call__.remote(bits) for actor in actors]))) == 1
     return sent
 
 
-def bits_of(weights):
-    """A digest of the bits of all tensors."""
-    return hashlib.sha1(b"".join(array.tobytes() for array in weights.values())).digest()
+def bits(actor):
+    """A digest of the bits of an actor's tensors."""
+    return hashlib.sha1(b"".join(array.tobytes() for array in actor.weights.values())).digest()
 
 
 @ray.remote(num_cpus=0)
@@ -200,4 +216,4 @@ def versions_raylet(_):
             pass
 
 
-PROGRAMS = {one.__name__: one for one in (versions, versions_cut, versions_delta, versions_raylet)}
+PROGRAMS = {one.__name__: one for one in (versions, versions_cut, versions_delta, versions_shared, versions_raylet)}

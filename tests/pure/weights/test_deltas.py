@@ -16,6 +16,7 @@ from raycollect.planner.layout import layout
 from raycollect.pos import Container
 from raycollect.weights import atoms
 from raycollect.weights.directory import Holder
+from raycollect.weights.hosts import Sharing
 from raycollect.weights.protocol import Version
 from raycollect.weights.receiver import Receiver
 from raycollect.weights.source import Source
@@ -200,3 +201,36 @@ def test_a_receiver_that_has_the_version_is_asked_for_what_the_publisher_no_long
     assert late.stage(version, [*holders, served], 10.0).nbytes == NBYTES
     assert late.show(version)
     assert world.is_same(others)
+
+
+def test_a_rank_lends_what_arrived_until_it_is_shown(world: World) -> None:
+    mine, others = _tensors(), _tensors()
+    leader, follower = world.receiver(mine), world.receiver(others)
+    world.brings(leader)
+    world.step()
+    version, holders = world.put()
+    members = [structs.replace(HERE, address=world._here.address, rank=rank, is_publisher=False) for rank in range(2)]
+    replicated = {name: layout(list(shape), mesh={"rank": 2}) for name, shape in SHAPES.items()}
+    sharing = Sharing(members, replicated, holders, lends=True)
+    assert sharing.after == {1: 0}
+    receipt = leader.stage(version, sharing.holders(0), 10.0, lends=True)
+    assert receipt.nbytes < MOST
+    sharing.staged(0, leader.loan, receipt.digests)
+    world.source.close()  # nobody else has it
+    follower.stage(version, sharing.holders(1), 10.0)
+    assert leader.show(version)
+    assert follower.show(version)
+    assert world.is_same(mine)
+    assert world.is_same(others)
+    assert leader.loan is None
+
+
+def test_ranks_share_on_hosts_without_a_holder_and_only_the_same_elements(world: World) -> None:
+    machines = ["here", "far", "far", "far", "away", "away"]
+    members = [structs.replace(HERE, machine=machine, rank=rank) for rank, machine in enumerate(machines)]
+    near = [(HERE, {})]
+    whole = {"a": layout([8, 2], mesh={"rank": 6})}
+    assert Sharing(members, whole, near, lends=True).after == {2: 1, 3: 1, 5: 4}
+    assert Sharing(members, whole, near, lends=False).after == {}
+    halves = {**whole, "b": layout([8, 2], mesh={"rank": 3, "half": 2}, spec=("half",))}
+    assert Sharing(members, halves, near, lends=True).after == {3: 1}
