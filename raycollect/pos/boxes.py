@@ -144,7 +144,7 @@ def take(
         copies = [np.array(view) for view in views]  # the holder may write them after `lending_s`
         client.tell(Copied())
         return Borrowed(copies)
-    received = [_empty(box.size, box.dtype, in_arena) for box in wanted]
+    received = [empty(box.size, box.dtype, in_arena=in_arena) for box in wanted]
     _receive(client, list(map(flat, received)))
     return Borrowed(received)
 
@@ -157,24 +157,21 @@ def deltas(old: Sequence[Array], new: Sequence[Array]) -> tuple[bytes, list[memo
     return DELTAS.encode(counts), [blob for some in blobs for blob in some]
 
 
-def take_deltas(
-    client: DataClient, description: bytes, bases: Sequence[Array], *, in_arena: bool = False
-) -> list[Array]:
-    """Reads the answer to a request for deltas, and returns the boxes, made of `bases`; see `take`."""
+def take_deltas(client: DataClient, description: bytes, into: Sequence[Array]) -> None:
+    """Reads the answer to a request for deltas from `into`, which become the boxes; raises ProtocolError."""
     counts = DELTAS.decode(description)
-    if len(counts) != len(bases):
-        raise ProtocolError(detail=f"{len(counts)} deltas for {len(bases)} boxes")
-    results = [_empty(base.shape, base.dtype, in_arena) for base in bases]
-    encoded = [None if count is None else delta.empty(base, count) for base, count in zip(bases, counts, strict=True)]
-    blobs = [[flat(into)] if some is None else some.blobs for some, into in zip(encoded, results, strict=True)]
+    if len(counts) != len(into):
+        raise ProtocolError(detail=f"{len(counts)} deltas for {len(into)} boxes")
+    encoded = [None if count is None else delta.empty(box, count) for box, count in zip(into, counts, strict=True)]
+    blobs = [[flat(box)] if some is None else some.blobs for some, box in zip(encoded, into, strict=True)]
     _receive(client, [blob for some in blobs for blob in some])
-    for some, base, into in zip(encoded, bases, results, strict=True):
+    for some, box in zip(encoded, into, strict=True):
         if some is not None:
-            delta.apply(some, base, into)
-    return results
+            delta.apply(some, box)
 
 
-def _empty(shape: tuple[int, ...], dtype: Any, in_arena: bool) -> Array:
+def empty(shape: tuple[int, ...], dtype: Any, *, in_arena: bool) -> Array:
+    """Allocates an array, in shared memory so that this process can lend it, or not."""
     if not in_arena:
         return np.empty(shape, dtype)
     element = np.dtype(dtype)

@@ -59,14 +59,9 @@ def empty(like: Array, count: int) -> Delta:
     return Delta(np.empty(-(-size // _BLOCK), np.uint16), np.empty(count, np.uint8), np.empty(count, word))
 
 
-def apply(delta: Delta, base: Array, into: Array) -> None:
-    """Makes `into`, in C order, the array to which a delta leads from `base`.
-
-    Raises:
-        ProtocolError: The delta is one to an array of another size.
-    """
-    np.copyto(into, base)
-    words = _words(into)
+def apply(delta: Delta, array: Array) -> None:
+    """Makes an array, in C order, the one to which a delta leads from it; raises ProtocolError for another size."""
+    words = _words(array)
     if int(delta.counts.sum(dtype=np.int64)) != len(delta.positions):
         raise ProtocolError(detail="the blocks of a delta have other words than those that are there")
     try:

@@ -159,40 +159,39 @@ def read_deltas(
     key: Key,
     wanted: Sequence[boxes.Box],
     since: Key,
-    bases: Sequence[arrays.Array],
+    into: Sequence[arrays.Array],
     *,
     actor: str,
     incarnation: str = "",
     timeout_s: float = 60.0,
-    in_arena: bool = False,
-) -> tuple[list[arrays.Array], int]:
+) -> int:
     """Reads boxes of the tensors of a key, as deltas where these are smaller; any thread may call it.
-
-    Returns the boxes, and the bytes that arrived for them.
 
     Args:
         address: The holder's.
         key: The key.
         wanted: At most `boxes.MOST_BOXES` boxes.
-        since: The key under which the holder has the tensors that the deltas begin from.
-        bases: The boxes of these tensors.
+        since: The key under which the holder has the tensors from which the deltas lead to them.
+        into: The boxes of these tensors, in C order; they become those of `key`, or undefined if this raises.
         actor: As in `fetch`.
         incarnation: As in `fetch`.
         timeout_s: How long to wait, in seconds.
-        in_arena: Whether they are kept in shared memory.
+
+    Returns:
+        The bytes that arrived.
 
     Raises:
         RaycollectError: As `fetch`; also if the holder does not have the tensors under `since`.
     """
 
-    def take(client: DataClient, answer: Any, *_: Any) -> tuple[list[arrays.Array], int]:
-        description = _expect(answer, Fetched).description
-        return boxes.take_deltas(client, description, bases, in_arena=in_arena), answer.blob_nbytes
+    def take(client: DataClient, answer: Any, *_: Any) -> int:
+        boxes.take_deltas(client, _expect(answer, Fetched).description, into)
+        return int(answer.blob_nbytes)
 
     with _answering("read", key, actor, incarnation):
         message = Read(key=key, boxes=[box[:3] for box in wanted], since=since)
-        arrived: tuple[list[arrays.Array], int] = _clients.request(address, message, time.monotonic() + timeout_s, take)
-        return arrived
+        nbytes: int = _clients.request(address, message, time.monotonic() + timeout_s, take)
+        return nbytes
 
 
 def free(address: Address, keys: list[Key], *, actor: str, incarnation: str = "") -> int:

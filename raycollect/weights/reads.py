@@ -16,7 +16,7 @@ from raycollect.core.model import Key
 from raycollect.errors import RaycollectError
 from raycollect.planner.boxes import extent
 from raycollect.pos import fetch
-from raycollect.pos.boxes import Borrowed, Box
+from raycollect.pos.boxes import Borrowed, Box, empty
 from raycollect.weights import digests
 from raycollect.weights.directory import Atoms, Holder, Holders
 from raycollect.weights.protocol import Atom, Digests, Version
@@ -110,21 +110,24 @@ def deltas(
     Raises:
         RaycollectError: As `fetch.read_deltas`.
     """
-    bases = {atom: array for atom, array in lying.items() if digests.digest(array) == before[atom]}
-    if not bases:
+    copies = {}
+    for atom, array in lying.items():
+        copy = empty(array.shape, array.dtype, in_arena=in_arena)
+        if digests.copied(copy, array) == before[atom]:
+            copies[atom] = copy
+    if not copies:
         return {}, 0
-    arrays, nbytes = fetch.read_deltas(
+    nbytes = fetch.read_deltas(
         holder.address,
         holder.key,
-        _boxes(places, bases, version),
+        _boxes(places, copies, version),
         since,
-        list(bases.values()),
+        list(copies.values()),
         actor=holder.actor,
         incarnation=holder.incarnation,
         timeout_s=timeout_s,
-        in_arena=in_arena,
     )
-    return dict(zip(bases, arrays, strict=True)), nbytes
+    return copies, nbytes
 
 
 def in_threads(get: Callable[[list[Atom]], Arrived], requests: Sequence[list[Atom]]) -> list[Arrived]:

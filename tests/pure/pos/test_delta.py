@@ -42,9 +42,9 @@ def _received(base: Any, sent: delta.Delta) -> delta.Delta:
 
 
 def _applied(base: Any, some: delta.Delta) -> Any:
-    into = np.empty(base.shape, base.dtype)
-    delta.apply(some, base, into)
-    return into
+    array = np.array(base, order="C")
+    delta.apply(some, array)
+    return array
 
 
 @settings(max_examples=300, deadline=None)
@@ -58,9 +58,7 @@ def test_a_delta_leads_to_the_same_bits(name: str, size: int, share: float, seed
         assert array.nbytes < delta.LEAST_NBYTES or share > 0.1
         return
     assert sum(blob.nbytes for blob in some.blobs) <= array.nbytes / 2
-    before = _bits(base)
     assert _bits(_applied(base, _received(base, some))) == _bits(array)
-    assert _bits(base) == before
 
 
 @pytest.mark.parametrize("name", DTYPES)
