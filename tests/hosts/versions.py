@@ -48,10 +48,10 @@ def check(receipt, version, count):
     assert all(one.digests == version.digests for one in receipt.ranks)
 
 
-def put(pub, trainer):
+def put(pub, trainer, number):
     """Puts a version whose elements are its number."""
-    trainer.fill.remote(pub.count + 1)
-    return pub.put()
+    trainer.fill.remote(number)
+    return pub.put(number)
 
 
 def three(name):
@@ -66,8 +66,8 @@ def versions(_):
     """Updates on three hosts; one that comes late on host 3 is served by the receiver there, over no link."""
     trainer, receivers, pub, sub = three("versions")
     with pub, sub:
-        for _ in range(2):
-            version = put(pub, trainer)
+        for number in (1, 2):
+            version = put(pub, trainer, number)
             check(sub.update(), version, 3)
             shows(receivers, sub, version)
         actor, ref = on(3)
@@ -89,9 +89,9 @@ def versions_cut(_):
     """Host 3 is cut off for five seconds while it reads: the update heals, or an error names it; then all is well."""
     trainer, receivers, pub, sub = three("versions_cut")
     with pub, sub:
-        first = put(pub, trainer)
+        first = put(pub, trainer, 1)
         check(sub.update(), first, 3)
-        version = put(pub, trainer)
+        version = put(pub, trainer, 2)
         cut = threading.Thread(target=cut_while_it_reads, args=(outside("counters")[2][1],))
         cut.start()
         began_s = time.monotonic()
@@ -110,7 +110,7 @@ def versions_cut(_):
             assert took_s > 5, "it was not cut"
             check(receipt, version, 3)
         shows(receivers, sub, first if told else version)
-        version = put(pub, trainer)
+        version = put(pub, trainer, 3)
         check(sub.update(timeout_s=LIMIT_S), version, 3)
         shows(receivers, sub, version)
 
@@ -133,7 +133,7 @@ def versions_delta(_):
         actors = [trainer, *receivers]
         name = f"versions_delta/{inplace}/{os.getpid()}"
         with col.publish([ref], name) as pub, col.subscribe(name, list(refs), inplace=inplace) as sub:
-            version = put(pub, trainer)
+            version = put(pub, trainer, 1)
             check(sub.update(), version, 2)
             for count, most in ((1, NBYTES / 8), (1, NBYTES / 8), (2, 4 * NBYTES), (1, NBYTES / 8)):
                 for _ in range(count):
