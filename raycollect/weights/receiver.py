@@ -76,7 +76,7 @@ class Receiver:
         self._side.follow(actor)
         self.inplace: bool = inplace
         self._served = ServedArrays(self._side.live())  # the version that methods see
-        self._staged = ServedArrays([], is_frozen=True)  # what arrived of the next one, for other ranks of this host
+        self._offered = ServedArrays([], is_frozen=True)  # what arrived of the next one, for other ranks of this host
         self._lends = False
         self._among: tuple[Atom, ...] = ()  # the atoms of a version; versions usually have the same ones
         self._parts: dict[Atom, tuple[AtomPart, ...]] = {}  # where the atoms of this rank lie
@@ -129,7 +129,7 @@ class Receiver:
         if self._lends:
             borrowed = {atom for _, some in self._lent for atom in some}
             arrived = {atom: array for atom, array in self._next.items() if atom not in borrowed}
-            self.loan = hosts.lend(self._here.store, self._staged, arrived, landed)
+            self.loan = hosts.lend(self._here.store, self._offered, arrived, landed)
         return RankReceipt(
             rank=self._side.rank,
             actor=self._here.actor,
@@ -241,8 +241,8 @@ class Receiver:
 
     def release(self) -> None:
         """Gives back what holders lend, and ends the loan."""
-        self._staged.withdraw(self._here.store)
-        self._staged.arrays, self.loan = [], None
+        self._offered.withdraw(self._here.store)
+        self._offered.arrays, self.loan = [], None
         lent, self._lent = self._lent, []
         for borrowed, some in lent:
             borrowed.close()
