@@ -63,7 +63,7 @@ class DataClient:
     """Fetches from one participant, blocking; for one thread at a time (the caller locks)."""
 
     def __init__(self, address: Address, timeout_s: float) -> None:
-        """Connects; `timeout_s` is also the default for each answer. Raises the errors of `open_stream`."""
+        """Connects; `timeout_s` is also the limit until a request has another. Raises the errors of `open_stream`."""
         self._timeout_s = timeout_s
         self._stream = open_stream(address, "data", {}, timeout_s)
 
@@ -75,14 +75,17 @@ class DataClient:
     def request(self, message: Message, timeout_s: float | None = None) -> Message:
         """Sends a request and waits for its answer; an answer's blob must be read before the next request.
 
+        `timeout_s` is also the limit of what follows, until the next request.
+
         Raises:
             ConnectionLostError: The connection ended, or timed out; the client is closed.
             ProtocolError: The request can't be sent or the answer breaks a rule.
             AuthenticationError: The answer was forged.
         """
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
-        self._stream.send(message, timeout_s=limit_s)
-        return self._stream.receive(limit_s)
+        if timeout_s is not None:
+            self._timeout_s = timeout_s
+        self._stream.send(message, timeout_s=self._timeout_s)
+        return self._stream.receive(self._timeout_s)
 
     def tell(self, message: Message) -> None:
         """Sends a message without an answer; raises ConnectionLostError."""

@@ -11,8 +11,9 @@ from raycollect.backends.arrays import Array, box_of
 from raycollect.channel import DataClient
 from raycollect.channel.messages import Copied
 from raycollect.core.codec import Codec
-from raycollect.core.model import Segment
+from raycollect.core.model import Segment, TensorInfo
 from raycollect.errors import ProtocolError
+from raycollect.pos import delta, tensors
 from raycollect.pos.segments import Segments
 
 MOST_BOXES = 1024
@@ -35,6 +36,9 @@ class OutOfReach(Exception):
 _Lent = tuple[Segment, list[list[int]], bool] | None
 LENT = Codec[_Lent](_Lent, "place of boxes")
 """Where lent boxes lie, as from `located`, and whether the value is frozen; None: the bytes follow."""
+
+DELTAS = Codec[tuple[int | None, ...]](tuple[int | None, ...], "sizes of deltas")
+"""How many words the delta of each box has; None: the box itself follows."""
 
 
 class Borrowed:
@@ -106,7 +110,14 @@ def _mapped(memory: Array, offset: int, *strides: int, box: Box) -> Array:
     return view
 
 
-def take(client: DataClient, description: bytes, wanted: Sequence[Box], give_back: Callable[[], None]) -> Borrowed:
+def take(
+    client: DataClient,
+    description: bytes,
+    wanted: Sequence[Box],
+    give_back: Callable[[], None],
+    *,
+    in_arena: bool = False,
+) -> Borrowed:
     """Reads the answer to a request for boxes.
 
     Args:
@@ -114,6 +125,7 @@ def take(client: DataClient, description: bytes, wanted: Sequence[Box], give_bac
         description: That of the answer.
         wanted: The boxes.
         give_back: Called when boxes that the holder lends are closed.
+        in_arena: Whether boxes that are sent are kept in shared memory, so that this process can lend them.
 
     Raises:
         OutOfReach: This process can't map what the holder lends.
@@ -132,8 +144,47 @@ def take(client: DataClient, description: bytes, wanted: Sequence[Box], give_bac
         copies = [np.array(view) for view in views]  # the holder may write them after `lending_s`
         client.tell(Copied())
         return Borrowed(copies)
-    received = [np.empty(box.size, box.dtype) for box in wanted]
-    client.receive_blob(*(array.reshape(-1).view(np.uint8).data for array in received))
+    received = [empty(box.size, box.dtype, in_arena=in_arena) for box in wanted]
+    _receive(client, list(map(flat, received)))
+    return Borrowed(received)
+
+
+def deltas(old: Sequence[Array], new: Sequence[Array]) -> tuple[bytes, list[memoryview]]:
+    """Returns the description of the deltas of boxes, and their bytes, for `take_deltas`."""
+    encoded = list(map(delta.encode, old, new))
+    blobs = [[flat(box)] if some is None else some.blobs for some, box in zip(encoded, new, strict=True)]
+    counts = tuple(None if some is None else len(some.words) for some in encoded)
+    return DELTAS.encode(counts), [blob for some in blobs for blob in some]
+
+
+def take_deltas(client: DataClient, description: bytes, into: Sequence[Array]) -> None:
+    """Reads the answer to a request for deltas from `into`, which become the boxes; raises ProtocolError."""
+    counts = DELTAS.decode(description)
+    if len(counts) != len(into):
+        raise ProtocolError(detail=f"{len(counts)} deltas for {len(into)} boxes")
+    encoded = [None if count is None else delta.empty(box, count) for box, count in zip(into, counts, strict=True)]
+    blobs = [[flat(box)] if some is None else some.blobs for some, box in zip(encoded, into, strict=True)]
+    _receive(client, [blob for some in blobs for blob in some])
+    for some, box in zip(encoded, into, strict=True):
+        if some is not None:
+            delta.apply(some, box)
+
+
+def empty(shape: tuple[int, ...], dtype: Any, *, in_arena: bool) -> Array:
+    """Allocates an array, in shared memory so that this process can lend it, or not."""
+    if not in_arena:
+        return np.empty(shape, dtype)
+    element = np.dtype(dtype)
+    into: Array = tensors.allocate(TensorInfo(shape=shape, dtype=element.name, itemsize=element.itemsize))
+    return into
+
+
+def _receive(client: DataClient, into: Sequence[memoryview]) -> None:
+    client.receive_blob(*into)
     if client.blob_left:
         raise ProtocolError(detail="the announced bytes are not those of the boxes")
-    return Borrowed(received)
+
+
+def flat(array: Array) -> memoryview:
+    """Returns the bytes of a box in C order, copied if it lies with gaps."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

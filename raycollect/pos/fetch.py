@@ -37,28 +37,18 @@ from raycollect.errors import (
     RaycollectError,
     TensorLostError,
     Violation,
-    copy_error,
-    from_wire,
     to_wire,
 )
 from raycollect.pos import Store, boxes, description, tensors
 from raycollect.pos.boxes import LENT, Borrowed, OutOfReach
+from raycollect.pos.data_clients import DataClients, ReadAnswer, is_full, is_gone
 from raycollect.pos.description import Description
 from raycollect.pos.held import find, reading, refused
 from raycollect.pos.process_memory import NO_FILE
 from raycollect.pos.segments import Segments
 
-MAX_IDLE = 32
-"""The most idle data connections of a process; the least recently used is closed first."""
-
 LENT_FROM_NBYTES = 64 << 10
 """The smallest value that is read in place; a smaller one is sent with the answer."""
-
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
-"""The pause before an unreachable holder is retried; it doubles each time."""
-
-FULL_S = 3.0
-"""How long to retry while this process can't open another connection."""
 
 FREE_S = 30.0
 """How long a holder may take to free values."""
@@ -75,87 +65,11 @@ def lending_s(nbytes: int, count: int = 1) -> float:
     return LENDING_S + nbytes / LENDING_RATE + count * LENDING_EACH_S
 
 
-_Read = Callable[[DataClient, Any, float, Any], Any]
-"""Reads an answer, given the client, the answer, the time of the request, and the request."""
-
 _Locate = Callable[[int, int], BufferRef | None]
 """Where a client finds bytes of this process, by their address and number."""
 
 
-class _Clients:
-    """Idle data connections of this process, and the stores that live in it."""
-
-    def __init__(self) -> None:
-        # Without a lock: a finalizer may fetch, too, during another call of its thread
-        self._idle: list[tuple[tuple[str, int], DataClient]] = []
-        self.local: dict[bytes, Store] = {}
-
-    def request(self, address: Address, message: Any, until_s: float, read: _Read) -> Any:
-        """Sends a request, and retries while the holder is unreachable but alive; `read` reads the answer."""
-        pause_s, full_until_s = FIRST_PAUSE_S, min(until_s, time.monotonic() + FULL_S)
-        while True:
-            left_s = max(until_s - time.monotonic(), FIRST_PAUSE_S)  # after a long sleep one more try finds the cause
-            try:
-                client = self._take((address.host, address.port)) or DataClient(address, left_s)
-                return self._ask(address, client, message, left_s, read)
-            except ConnectionLostError as exc:
-                if _is_gone(exc) or time.monotonic() + pause_s >= (full_until_s if _is_full(exc) else until_s):
-                    raise
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-    def _ask(self, address: Address, client: DataClient, message: Any, timeout_s: float, read: _Read) -> Any:
-        asked_s = time.monotonic()
-        try:
-            answer: Any = client.request(message, timeout_s)
-            result = from_wire(answer.error) if isinstance(answer, Failed) else read(client, answer, asked_s, message)
-        except BaseException:
-            client.close()
-            raise
-        if not isinstance(result, Borrowed) or not result.is_lent:
-            self._give((address.host, address.port), client)
-        if isinstance(result, RaycollectError):
-            raise copy_error(result)
-        return result
-
-    def give_back(self, address: Address, client: DataClient) -> None:
-        """Tells a holder that its memory is no longer read, and keeps the connection."""
-        try:
-            client.tell(Copied())
-        except ChannelError:  # the holder has ended
-            client.close()
-        else:
-            self._give((address.host, address.port), client)
-
-    def _take(self, place: tuple[str, int]) -> DataClient | None:
-        for entry in tuple(self._idle):
-            if entry[0] == place:
-                with suppress(ValueError):  # another thread has taken it
-                    self._idle.remove(entry)
-                    return entry[1]
-        return None
-
-    def _give(self, place: tuple[str, int], client: DataClient) -> None:
-        self._idle.append((place, client))
-        self.shrink(MAX_IDLE)
-
-    def shrink(self, most: int) -> None:
-        """Closes idle connections until at most `most` are left."""
-        with suppress(IndexError):
-            while len(self._idle) > most:
-                self._idle.pop(0)[1].close()
-
-
-def _is_gone(error: ConnectionLostError) -> bool:
-    """Whether the holder's port is closed: its process has ended."""
-    return isinstance(error.__cause__, ConnectionRefusedError)
-
-
-def _is_full(error: ConnectionLostError) -> bool:
-    return isinstance(error.__cause__, OSError) and error.__cause__.errno in sockets.FULL
-
-
-_clients = _Clients()
+_clients = DataClients()
 
 
 def register_local(secret: bytes, store: Store) -> None:
@@ -195,7 +109,7 @@ def fetch(address: Address, key: Key, *, actor: str, incarnation: str = "", time
         return _lent_or_sent(address, (*direct, near, Fetch(key=key)), _read_value, timeout_s)
 
 
-def _lent_or_sent(address: Address, requests: Sequence[Any], read: _Read, timeout_s: float) -> Any:
+def _lent_or_sent(address: Address, requests: Sequence[Any], read: ReadAnswer, timeout_s: float) -> Any:
     """Makes the first request, and each next one if what the holder lent is out of reach."""
     until_s = time.monotonic() + timeout_s
     for message in requests:
@@ -212,10 +126,12 @@ def borrow(
     actor: str,
     incarnation: str = "",
     timeout_s: float = 60.0,
+    in_arena: bool = False,
 ) -> Borrowed:
     """Borrows boxes of the tensors of a key, at most `boxes.MOST_BOXES`; raises as `fetch`. Any thread may call it.
 
-    Tensors of a frozen value in shared memory of this machine are lent, without a time limit. Others are copied.
+    Tensors of a frozen value in shared memory of this machine are lent, without a time limit. Others are copied; those
+    that were sent into shared memory with `in_arena`.
     """
     plain = [box[:3] for box in wanted]
     local = _clients.local.get(address.secret)
@@ -229,12 +145,53 @@ def borrow(
 
     def take(client: DataClient, answer: Any, *_: Any) -> Borrowed:
         description = _expect(answer, Fetched).description
-        return boxes.take(client, description, wanted, partial(_clients.give_back, address, client))
+        give_back = partial(_clients.give_back, address, client)
+        return boxes.take(client, description, wanted, give_back, in_arena=in_arena)
 
     with _answering("read", key, actor, incarnation):
         sent = Read(key=key, boxes=plain)
         borrowed: Borrowed = _lent_or_sent(address, (replace(sent, domain=memory_domain()), sent), take, timeout_s)
         return borrowed
+
+
+def read_deltas(
+    address: Address,
+    key: Key,
+    wanted: Sequence[boxes.Box],
+    since: Key,
+    into: Sequence[arrays.Array],
+    *,
+    actor: str,
+    incarnation: str = "",
+    timeout_s: float = 60.0,
+) -> int:
+    """Reads boxes of the tensors of a key, as deltas where these are smaller; any thread may call it.
+
+    Args:
+        address: The holder's.
+        key: The key.
+        wanted: At most `boxes.MOST_BOXES` boxes.
+        since: The key under which the holder has the tensors from which the deltas lead to them.
+        into: The boxes of these tensors, in C order; they become those of `key`, or undefined if this raises.
+        actor: As in `fetch`.
+        incarnation: As in `fetch`.
+        timeout_s: How long to wait, in seconds.
+
+    Returns:
+        The bytes that arrived.
+
+    Raises:
+        RaycollectError: As `fetch`; also if the holder does not have the tensors under `since`.
+    """
+
+    def take(client: DataClient, answer: Any, *_: Any) -> int:
+        boxes.take_deltas(client, _expect(answer, Fetched).description, into)
+        return int(answer.blob_nbytes)
+
+    with _answering("read", key, actor, incarnation):
+        message = Read(key=key, boxes=[box[:3] for box in wanted], since=since)
+        nbytes: int = _clients.request(address, message, time.monotonic() + timeout_s, take)
+        return nbytes
 
 
 def free(address: Address, keys: list[Key], *, actor: str, incarnation: str = "") -> int:
@@ -296,8 +253,8 @@ def _answering(op: str, key: Key, actor: str, incarnation: str) -> Iterator[None
     try:
         yield
     except ChannelError as exc:
-        if isinstance(exc, ConnectionLostError) and not _is_gone(exc):
-            short = sockets.shortage(1) if _is_full(exc) else ""
+        if isinstance(exc, ConnectionLostError) and not is_gone(exc):
+            short = sockets.shortage(1) if is_full(exc) else ""
             detail = f"{exc.detail}; {short}" if short else exc.detail
             raise HolderUnreachableError(op=op, actor=actor, ref=key.hex(), detail=detail, peer=exc.peer) from exc
         violation = Violation(
@@ -390,6 +347,9 @@ def _serve_fetch(link: DataLink, store: Store, message: Fetch) -> None:
 
 
 def _serve_read(link: DataLink, store: Store, message: Read) -> None:
+    if message.since:
+        _serve_deltas(link, store, message)
+        return
     with ExitStack() as claim:
         held = claim.enter_context(reading(store, Key(message.key), link.has_ended))
         is_near = message.domain == memory_domain()
@@ -406,10 +366,22 @@ def _serve_read(link: DataLink, store: Store, message: Read) -> None:
             # `Copied`, or None: the client has ended, or is too slow
             link.receive(None if held.is_frozen else lending_s(nbytes))
             return
-        blobs = [np.ascontiguousarray(view).reshape(-1).view(np.uint8).data for view in views]
+        blobs = list(map(boxes.flat, views))
         if not held.is_frozen:
             claim.close()  # a slow reader blocks no plan
         link.send(Fetched(description=LENT.encode(None), blob_nbytes=nbytes), blobs)
+
+
+def _serve_deltas(link: DataLink, store: Store, message: Read) -> None:
+    with ExitStack() as claims:
+        old, new = (
+            boxes.views([*map(arrays.memory, held.tensors)], message.boxes)
+            for held in (
+                claims.enter_context(reading(store, Key(key), link.has_ended)) for key in (message.since, message.key)
+            )
+        )
+        described, blobs = boxes.deltas(old, new)
+        link.send(Fetched(description=described, blob_nbytes=sum(blob.nbytes for blob in blobs)), blobs)
 
 
 _ANSWERS: dict[type[Any], Callable[[DataLink, Store, Any], None]] = {

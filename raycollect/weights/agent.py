@@ -28,6 +28,7 @@ from raycollect.member.runtime import Runtime, this_runtime
 from raycollect.pos import Container, Range, held
 from raycollect.weights.atoms import Layouts
 from raycollect.weights.directory import Holder, Holders
+from raycollect.weights.hosts import Loan
 from raycollect.weights.local_side import LocalSide
 from raycollect.weights.protocol import Atom, Digests, Version, shown_by_all
 from raycollect.weights.receipts import RankReceipt
@@ -201,11 +202,15 @@ def stage(
     version: Version,
     holders: Holders,
     timeout_s: float,
-) -> tuple[RankReceipt, tuple[Key, ...]]:
-    """Calls `Receiver.stage`, in place between two methods; also returns the keys of holders without the version."""
+    lends: bool = False,
+) -> tuple[RankReceipt, tuple[Key, ...], Loan]:
+    """Calls `Receiver.stage`, in place between two methods.
+
+    Also returns the keys of holders without the version, and what the receiver lends.
+    """
     receiver = _receiver(subscription, rank)
     with this_participant().methods.guard() if receiver.inplace else nullcontext():
-        return receiver.stage(version, holders, timeout_s), receiver.stale_holders
+        return receiver.stage(version, holders, timeout_s, lends=lends), receiver.stale_holders, receiver.loan
 
 
 def update(

@@ -144,6 +144,20 @@ def held_places(layouts: Layouts, rank: int, among: Sequence[Atom]) -> dict[Atom
     }
 
 
+def batches(some: Iterable[Atom], layouts: Layouts, most_nbytes: int, most: int) -> list[list[Atom]]:
+    """Divides atoms into lists of at most so many bytes, but at least an atom, and at most so many atoms."""
+    result: list[list[Atom]] = []
+    nbytes = 0
+    for atom in some:
+        size = volume(atom[1]) * layouts[atom[0]].itemsize
+        if not result or nbytes + size > most_nbytes or len(result[-1]) == most:
+            result.append([])
+            nbytes = 0
+        result[-1].append(atom)
+        nbytes += size
+    return result
+
+
 def shown(atom: Atom) -> str:
     """Returns an atom as text."""
     name, box = atom

@@ -44,7 +44,7 @@ from raycollect.weights import agent, protocol
 from raycollect.weights.agent import Attached
 from raycollect.weights.atoms import Layouts
 from raycollect.weights.directory import Holder
-from raycollect.weights.protocol import RankEvent, RankFailed, RankLost, Tell, Version, VersionRound
+from raycollect.weights.protocol import Phase, RankEvent, RankFailed, RankLost, Tell, Version, VersionRound
 from raycollect.weights.receipts import RankReceipt
 
 ATTACH_S = 60.0
@@ -295,12 +295,14 @@ class Update(Job):
         tell: Calls a rank, and returns the ref.
         read: Converts a rank's answer to an event, and stores its other contents.
         is_alone: Whether an only rank stages and shows in one call.
+        after: The ranks that stage after another rank, and that rank of each.
         staged: By rank, the receipt, and the keys of holders that did not have the version.
     """
 
     tell: Callable[[Tell, int], Any]
     read: Callable[[int, Any], RankEvent]
     is_alone: bool = False
+    after: Mapping[int, int] = field(default_factory=dict)
     staged: dict[int, tuple[RankReceipt, tuple[Key, ...]]] = field(default_factory=dict)
 
     def heard(self, rank: int, ref: Any) -> RankEvent:
@@ -328,13 +330,16 @@ def drive(jobs: Iterable[Update], timeout_s: float, beside: Callable[[], None]) 
             job.round, following = protocol.advance(job.round, event)
             if following is not None:
                 _tell(pending, job, following)
+            elif job.round.phase is Phase.STAGING:
+                for follower in (it for it, leader in job.after.items() if leader == rank):
+                    pending[job.tell(Tell.STAGE, follower)] = job, follower
         retrieve_errors(ref for ref, (job, _) in pending.items() if job.round.is_over)
         pending = {ref: entry for ref, entry in pending.items() if not entry[0].round.is_over}
     retrieve_errors(pending)
 
 
 def _tell(pending: dict[Any, tuple[Update, int]], job: Update, tell: Tell) -> None:
-    for rank in sorted(job.round.waiting):
+    for rank in sorted(job.round.waiting - (job.after.keys() if tell is Tell.STAGE else set())):
         pending[job.tell(tell, rank)] = job, rank
 
 

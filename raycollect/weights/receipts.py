@@ -15,7 +15,8 @@ class RankReceipt:
         rank: The rank in its receiver group.
         actor: The display name of its actor.
         digests: The digest of each of its parts, recomputed from the bytes that landed.
-        nbytes: How many bytes the rank read for this version; unchanged parts are not read.
+        nbytes: How many bytes the rank read for this version; unchanged parts are not read, others
+            perhaps as deltas.
         seconds: How long reading and checking took.
     """
 

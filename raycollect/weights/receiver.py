@@ -22,14 +22,16 @@ from raycollect.errors import (
     strip_traceback,
 )
 from raycollect.member.participant import Participant
-from raycollect.planner.boxes import extent, moved, volume
-from raycollect.pos import Container, Range, fetch
-from raycollect.pos.boxes import MOST_BOXES, Borrowed, Box
-from raycollect.weights import atoms, digests, protocol
+from raycollect.planner.boxes import moved
+from raycollect.pos import Container, Range
+from raycollect.pos.boxes import MOST_BOXES, Borrowed
+from raycollect.weights import atoms, digests, hosts, protocol, reads
 from raycollect.weights.atoms import AtomPart, Layouts
 from raycollect.weights.directory import Atoms, Holder, Holders
+from raycollect.weights.hosts import Loan
 from raycollect.weights.local_side import LocalSide
 from raycollect.weights.protocol import Atom, Digests, RankState, Version
+from raycollect.weights.reads import Arrived
 from raycollect.weights.receipts import RankReceipt
 from raycollect.weights.source import WAIT_S, ServedArrays
 
@@ -37,7 +39,8 @@ HOLDER_S, LENDER_S = 5.0, 1.0
 """How long to wait for a holder while other holders remain, and for one that only has to lend, in seconds."""
 
 READ_NBYTES = 64 << 20
-"""The most bytes of one request, but at least an atom. Over the network they are in memory twice."""
+"""The most bytes of atoms that are read at once from another host, or in place, but at least an atom of each request.
+In place they are in memory twice until they are written."""
 
 
 class Receiver:
@@ -73,6 +76,8 @@ class Receiver:
         self._side.follow(actor)
         self.inplace: bool = inplace
         self._served = ServedArrays(self._side.live())  # the version that methods see
+        self._offered = ServedArrays([], is_frozen=True)  # what arrived of the next one, for other ranks of this host
+        self._lends = False
         self._among: tuple[Atom, ...] = ()  # the atoms of a version; versions usually have the same ones
         self._parts: dict[Atom, tuple[AtomPart, ...]] = {}  # where the atoms of this rank lie
         self._marked: list[Range] = []  # the ranges that are dirty by an update in place
@@ -83,16 +88,18 @@ class Receiver:
         # The atoms that were written last: the digest in the version, and those of the parts as they lie here
         self._written: dict[Atom, tuple[bytes, list[bytes]]] = {}
         self._mapped: dict[str, Array] = {}  # keeps the memory of the last version's holders mapped
-        self._holders: Holders = ()
+        self._base: tuple[Digests, Holders] = {}, ()  # of the version staged last: the digests, and its holders
         self.state: RankState = RankState()
+        self.loan: Loan = None  # of what was staged last
         self.stale_holders: tuple[Key, ...] = ()  # the keys of holders that did not have the version staged last
         self.where: tuple[Range, ...] = tuple(span for span in self._side.ranges() if span[0] < span[1])
         self.form: tuple[Any, ...] = (name, inplace, rank, tuple(layouts.items()))
 
-    def stage(self, version: Version, holders: Holders, timeout_s: float) -> RankReceipt:
+    def stage(self, version: Version, holders: Holders, timeout_s: float, *, lends: bool = False) -> RankReceipt:
         """Gets and verifies the atoms of a version that this rank lacks.
 
-        The version that methods see stays available to other receivers, also if this fails.
+        The version that methods see stays available to other receivers, also if this fails. With `lends`, what arrived
+        is available to other ranks of this host until methods see it, as `loan`.
 
         Raises:
             VersionNotWholeError: No holder gave some atoms with the right digests.
@@ -102,6 +109,7 @@ class Receiver:
         began_s, live = time.monotonic(), self._live()  # refuses replaced tensors before any rank shows the version
         self._know(tuple(version.digests))
         self.release()
+        self._lends = lends
         wanted = {atom: version.digests[atom] for atom in self._parts}
         self._next = {atom: it for atom, it in self._next.items() if self.state.landed.get(atom) == wanted[atom]}
         if self.inplace:
@@ -114,10 +122,14 @@ class Receiver:
         if self.state.missing:
             self.release()
             raise self._not_whole(version, holders, failures)
-        self._holders = holders
+        self._base = wanted, holders
         landed = {atom: self.state.landed[atom] for atom in wanted}
         self.stale_holders = tuple(key for key, error in failures.items() if isinstance(error, RefusedError))
         read, self._ahead = read + self._ahead, 0
+        if self._lends:
+            borrowed = {atom for _, some in self._lent for atom in some}
+            arrived = {atom: array for atom, array in self._next.items() if atom not in borrowed}
+            self.loan = hosts.lend(self._here.store, self._offered, arrived, landed)
         return RankReceipt(
             rank=self._side.rank,
             actor=self._here.actor,
@@ -178,7 +190,7 @@ class Receiver:
         present = self._present(others, live)
         if len(present) < len(others):
             self.state = protocol.stage(replace(self.state, landed={**still, **present}), version, self.state.wanted)
-            self._read_missing(version, self._holders, limit_s, live)
+            self._read_missing(version, self._base[1], limit_s, live)
 
     def _copy(self, live: list[Array], limit_s: float) -> None:
         """Copies the atoms of the next version whose bits differ into the tensors that methods see."""
@@ -228,7 +240,9 @@ class Receiver:
         }
 
     def release(self) -> None:
-        """Gives back what holders lend."""
+        """Gives back what holders lend, and ends the loan."""
+        self._offered.withdraw(self._here.store)
+        self._offered.arrays, self.loan = [], None
         lent, self._lent = self._lent, []
         for borrowed, some in lent:
             borrowed.close()
@@ -281,11 +295,9 @@ class Receiver:
     def _lying(self, version: Version, live: list[Array]) -> dict[Atom, bytes]:
         """Recomputes the digests of landed atoms that lie as they were put: others may have overwritten them."""
         present = {}
-        for atom, parts in self._parts.items():
-            if atom in self.state.landed and len(parts) == 1 and parts[0].box == atom[1]:
-                box = self._side.box(live, parts[0])
-                if box.dtype == np.dtype(version.dtypes[atom[0]]):
-                    present[atom] = digests.digest(box)
+        for atom in self._parts:
+            if atom in self.state.landed and (box := self._plain(atom, version, live)) is not None:
+                present[atom] = digests.digest(box)
         return present
 
     def _know(self, among: tuple[Atom, ...]) -> None:
@@ -309,14 +321,20 @@ class Receiver:
             if self.inplace:
                 self.withdraw()  # the tensors that serve the version are about to change
                 claim.enter_context(self._here.store.writing(self._side.ranges(), limit_s=timeout_s))
-            for at, (holder, places) in enumerate(holders):
+            turns = reads.in_turn(holders, self._base[1], self._here.identity.machine)
+            for at, (holder, places, since) in enumerate(turns):
                 mine = [atom for atom in self.state.missing if atom in places]
                 left_s = until_s - time.monotonic()
+                if since:
+                    read += self._read_deltas(version, holder, places, since, mine, min(left_s, HOLDER_S), live)
+                    continue
                 is_near = holder.is_publisher and holder.machine == self._here.identity.machine
-                others = [more for _, more in holders[at + 1 :]]
+                others = [more for _, more, _ in turns[at + 1 :]]
                 has_others = bool(others) and all(any(atom in more for more in others) for atom in mine)
                 limit_s = min(left_s, LENDER_S if is_near else HOLDER_S) if has_others else left_s
-                for some in self._requests(mine, holder):
+                is_bounded = self.inplace or holder.machine != self._here.identity.machine
+                most_nbytes = READ_NBYTES if is_bounded else 1 << 62
+                for some in atoms.batches(mine, self._side.layouts, most_nbytes, MOST_BOXES):
                     try:
                         read += self._read(version, holder, places, some, limit_s, live)
                     except RaycollectError as exc:
@@ -324,19 +342,6 @@ class Receiver:
                         break
         del before
         return read, failures
-
-    def _requests(self, wanted: Sequence[Atom], holder: Holder) -> list[list[Atom]]:
-        most_nbytes = READ_NBYTES if holder.machine != self._here.identity.machine or self.inplace else 1 << 62
-        requests: list[list[Atom]] = []
-        nbytes = most_nbytes
-        for atom in wanted:
-            size = volume(atom[1]) * self._side.layouts[atom[0]].itemsize
-            if nbytes + size > most_nbytes or len(requests[-1]) == MOST_BOXES:
-                requests.append([])
-                nbytes = 0
-            requests[-1].append(atom)
-            nbytes += size
-        return requests
 
     def _read(
         self,
@@ -347,11 +352,8 @@ class Receiver:
         limit_s: float,
         live: list[Array],
     ) -> int:
-        boxes = [Box(*places[atom], extent(atom[1]), version.dtypes[atom[0]]) for atom in some]
         landed, read = dict[Atom, bytes](), 0
-        borrowed = fetch.borrow(
-            holder.address, holder.key, boxes, actor=holder.actor, incarnation=holder.incarnation, timeout_s=limit_s
-        )
+        borrowed = reads.whole(version, holder, places, some, limit_s, in_arena=self._lends)
         try:
             for atom, array in zip(some, borrowed.arrays, strict=True):
                 if borrowed.is_lent and self._checked.get(atom) == (holder.key, self.state.wanted[atom]):
@@ -372,6 +374,47 @@ class Receiver:
             wrong = next(atom for atom in some if atom not in right)
             raise VersionNotWholeError(name=self.name, detail=f"other bits than were put: {atoms.shown(wrong)}")
         return read
+
+    def _read_deltas(
+        self,
+        version: Version,
+        holder: Holder,
+        places: Atoms,
+        since: Key,
+        wanted: Sequence[Atom],
+        limit_s: float,
+        live: list[Array],
+    ) -> int:
+        """Makes atoms of those that lie here as in an earlier version; returns the bytes that arrived for them.
+
+        An atom that does not lie here like that, or that a failure leaves out, stays missing: it is read as a whole.
+        """
+        before = self._base[0]
+        lying = {
+            atom: box for atom in wanted if atom in before and (box := self._plain(atom, version, live)) is not None
+        }
+
+        def get(some: list[Atom]) -> Arrived:
+            bases = {atom: lying[atom] for atom in some}
+            arrays, nbytes = reads.deltas(version, holder, places, since, before, bases, limit_s, in_arena=self._lends)
+            if self.inplace:
+                return Arrived({}, {atom: self._land(atom, array, live) for atom, array in arrays.items()}, nbytes)
+            return Arrived(arrays, {atom: digests.digest(array) for atom, array in arrays.items()}, nbytes)
+
+        most_nbytes = READ_NBYTES // reads.READERS
+        arrived = reads.in_threads(get, atoms.batches(lying, self._side.layouts, most_nbytes, MOST_BOXES))
+        for some in arrived:
+            self.state = protocol.land(self.state, version, some.landed)
+            self._next |= {atom: it for atom, it in some.arrays.items() if some.landed[atom] == self.state.wanted[atom]}
+        return sum(some.nbytes for some in arrived)
+
+    def _plain(self, atom: Atom, version: Version, live: list[Array]) -> Array | None:
+        """Returns an atom as it lies here, if that is in one piece and as it was put."""
+        parts = self._parts[atom]
+        if len(parts) > 1 or parts[0].box != atom[1]:
+            return None
+        box = self._side.box(live, parts[0])
+        return box if box.dtype == np.dtype(version.dtypes[atom[0]]) else None
 
     def _hold(self, holder: Holder, borrowed: Borrowed, some: list[Atom], right: list[Atom]) -> None:
         """Keeps verified atoms until methods see them."""

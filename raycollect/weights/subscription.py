@@ -33,7 +33,8 @@ from raycollect.errors.text import shown
 from raycollect.planner.layout import Layout
 from raycollect.ray_bridge import ray_session
 from raycollect.weights import agent, atoms, protocol
-from raycollect.weights.directory import Holder, Holders, VersionDirectory, in_order
+from raycollect.weights.directory import Holder, Holders, VersionDirectory
+from raycollect.weights.hosts import Sharing
 from raycollect.weights.protocol import (
     Atom,
     Digests,
@@ -203,13 +204,14 @@ class Subscription:
     def _job(self, version: Version, records: Sequence[Holder], left_s: Callable[[], float]) -> Update:
         """Returns the round that updates the ranks to a version."""
         holders = self._holders(version, records)
+        sharing = Sharing(self._ranks.members, self._ranks.layouts, holders, lends=not self._inplace)
 
         def tell(what: Tell, rank: int) -> Any:
             if what is Tell.STAGE:
-                args = self._id, rank, version, in_order(holders, rank, self._ranks.members[rank].machine), left_s()
+                args = self._id, rank, version, sharing.holders(rank), left_s()
                 if is_alone:
                     return self._ranks.call(rank, agent.update, *args, time.monotonic() + left_s())
-                return self._ranks.call(rank, agent.stage, *args)
+                return self._ranks.call(rank, agent.stage, *args, sharing.is_lender(rank))
             return self._ranks.call(rank, agent.show, self._id, rank, replace(version, digests={}), left_s())
 
         def read(rank: int, answer: Any) -> RankEvent:
@@ -217,6 +219,7 @@ class Subscription:
                 job.staged[rank] = answer[:2]
                 verified = RankVerified(rank, answer[0].digests)
                 if not is_alone:
+                    sharing.staged(rank, answer[2], answer[0].digests)
                     return verified
                 job.round, _ = protocol.advance(job.round, verified)
                 _, _, answer = answer
@@ -233,7 +236,7 @@ class Subscription:
             holder.is_publisher and holder.machine in here for holder, _ in holders
         )
         begun, _ = protocol.begin_update(version, len(self._ranks))
-        job = Update(round=begun, tell=tell, read=read, errors={}, is_alone=is_alone)
+        job = Update(round=begun, tell=tell, read=read, errors={}, is_alone=is_alone, after=sharing.after)
         return job
 
     def _holders(self, version: Version, records: Sequence[Holder]) -> Holders:

@@ -33,6 +33,7 @@ TOGETHER = [
             "host host_in_plan",  # it is back after 25 seconds
             "versions",
             "versions_cut",
+            "versions_delta versions_shared",
             "silent",
             "paused",
         )

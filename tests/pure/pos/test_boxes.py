@@ -13,9 +13,9 @@ from raycollect.backends import arrays
 from raycollect.channel.messages import Copied, Read
 from raycollect.core.model import Address, Key
 from raycollect.core.shared_memory import memory_domain
-from raycollect.errors import ProtocolError, TensorFreedError, UnsupportedError, from_wire
+from raycollect.errors import ProtocolError, TensorFreedError, TensorLostError, UnsupportedError, from_wire
 from raycollect.pos import Store, fetch, tensors
-from raycollect.pos.boxes import LENT, Borrowed, Box, mapped, take
+from raycollect.pos.boxes import DELTAS, LENT, Borrowed, Box, mapped, take, take_deltas
 from raycollect.pos.fetch import LENT_FROM_NBYTES, serve
 from tests.pure.fleet import contain
 from tests.pure.pos.wire import Wire
@@ -122,6 +122,26 @@ def test_more_bytes_than_asked_for_are_refused() -> None:
     wire.blob = bytes(24)
     with pytest.raises(ProtocolError, match="the announced bytes"):
         take(wire, LENT.encode(None), [Box(0, (0,), (2,), "float64")], lambda: None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("counts", [(), (None, None), (5,), (1025,), (-1,)])
+def test_deltas_that_do_not_fit_the_boxes_are_refused(counts: tuple[Any, ...]) -> None:
+    wire = Client()
+    wire.blob = bytes(5000)
+    with pytest.raises(ProtocolError):
+        take_deltas(wire, DELTAS.encode(counts), [np.zeros(1024, np.float32)])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("since", [KEY, Key(bytes(27) + b"3")])
+def test_deltas_from_tensors_that_are_not_there_are_refused(since: Key) -> None:
+    store, wire = Store(), Client(Read(key=KEY, boxes=[(0, (0,), (4096,))], since=since))
+    store.put(KEY, contain([np.zeros(4096)]))
+    serve(wire, store)  # type: ignore[arg-type]
+    (answer,) = wire.answers
+    if since == KEY:
+        assert DELTAS.decode(answer.description) == (0,)
+    else:
+        assert isinstance(from_wire(answer.error), TensorLostError)
 
 
 def test_what_was_freed_while_a_reader_of_its_own_process_waited_is_not_read() -> None:

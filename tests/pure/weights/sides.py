@@ -20,7 +20,12 @@ LAYOUTS = {name: layout([4, 6], mesh={"rank": 1}, dtype="float32") for name in N
 AMONG = atoms.cut(LAYOUTS, [])
 NBYTES = 4 * 6 * 4
 HERE = Holder(
-    address=Address(host="", port=0, secret=b"here"), actor="T", incarnation="1", machine="M", rank=0, is_publisher=True
+    address=Address(host="", port=0, secret=b"here"),
+    actor="T",
+    incarnation="1",
+    machine="here",
+    rank=0,
+    is_publisher=True,
 )
 KEY, OTHER = Key(b"k" * 28), Key(b"o" * 28)
 V1 = Version(1, 1, dtypes=dict.fromkeys(NAMES, "float32"), count=1)

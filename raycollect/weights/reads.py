@@ -1,0 +1,147 @@
+"""What a rank of a receiver group reads from a holder: whole atoms, or deltas; inside the actor.
+
+Between two steps of a training few elements may change. A publisher has the two newest versions. So a receiver of
+another host names the version whose bits lie in its tensors, and gets what differs, where that is smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from raycollect.backends.arrays import Array
+from raycollect.core import threads
+from raycollect.core.model import Key
+from raycollect.errors import RaycollectError
+from raycollect.planner.boxes import extent
+from raycollect.pos import fetch
+from raycollect.pos.boxes import Borrowed, Box, empty
+from raycollect.weights import digests
+from raycollect.weights.directory import Atoms, Holder, Holders
+from raycollect.weights.protocol import Atom, Digests, Version
+
+READERS = 4
+"""The threads of a receiver that read deltas."""
+
+WHOLE = Key(b"")
+"""Stands for no version: the holder is asked for whole atoms."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrived:
+    """The atoms of one request.
+
+    Attributes:
+        arrays: Their elements; empty if they were written into the tensors.
+        landed: Their digests, recomputed.
+        nbytes: The bytes that arrived for them.
+    """
+
+    arrays: dict[Atom, Array]
+    landed: dict[Atom, bytes]
+    nbytes: int
+
+
+def in_turn(holders: Holders, before: Holders, machine: str) -> list[tuple[Holder, Atoms, Key]]:
+    """Returns holders in the order in which a rank asks them, and the keys of earlier versions to ask for deltas from.
+
+    Those of its host come first. Publishers of other hosts are asked for deltas if they are among the holders `before`,
+    those of the version that the rank staged last.
+    """
+    keys = {(holder.incarnation, holder.rank): holder.key for holder, _ in before if holder.is_publisher}
+    near = [(holder, places, WHOLE) for holder, places in holders if holder.machine == machine]
+    far = [(holder, places, WHOLE) for holder, places in holders if holder.machine != machine]
+    earlier = [
+        (holder, places, since)
+        for holder, places, _ in far
+        if holder.is_publisher and (since := keys.get((holder.incarnation, holder.rank), holder.key)) != holder.key
+    ]
+    return [*near, *earlier, *far]
+
+
+def _boxes(places: Atoms, some: Iterable[Atom], version: Version) -> list[Box]:
+    """Returns the boxes of atoms in a holder's tensors."""
+    return [Box(*places[atom], extent(atom[1]), version.dtypes[atom[0]]) for atom in some]
+
+
+def whole(
+    version: Version, holder: Holder, places: Atoms, some: Iterable[Atom], timeout_s: float, *, in_arena: bool
+) -> Borrowed:
+    """Borrows whole atoms; see `deltas`.
+
+    Raises:
+        RaycollectError: As `fetch.borrow`.
+    """
+    return fetch.borrow(
+        holder.address,
+        holder.key,
+        _boxes(places, some, version),
+        actor=holder.actor,
+        incarnation=holder.incarnation,
+        timeout_s=timeout_s,
+        in_arena=in_arena,
+    )
+
+
+def deltas(
+    version: Version,
+    holder: Holder,
+    places: Atoms,
+    since: Key,
+    before: Digests,
+    lying: Mapping[Atom, Array],
+    timeout_s: float,
+    *,
+    in_arena: bool,
+) -> tuple[dict[Atom, Array], int]:
+    """Reads atoms as deltas, and returns their elements, which are not verified, and the bytes that arrived.
+
+    Args:
+        version: The version.
+        holder: The holder.
+        places: Where atoms lie in its tensors.
+        since: The key under which it has an earlier version.
+        before: The digests of the earlier version.
+        lying: The atoms as they lie here; those with other digests are left out.
+        timeout_s: How long to wait, in seconds.
+        in_arena: Whether the elements are kept in shared memory.
+
+    Raises:
+        RaycollectError: As `fetch.read_deltas`.
+    """
+    copies = {}
+    for atom, array in lying.items():
+        copy = empty(array.shape, array.dtype, in_arena=in_arena)
+        if digests.copied(copy, array) == before[atom]:
+            copies[atom] = copy
+    if not copies:
+        return {}, 0
+    nbytes = fetch.read_deltas(
+        holder.address,
+        holder.key,
+        _boxes(places, copies, version),
+        since,
+        list(copies.values()),
+        actor=holder.actor,
+        incarnation=holder.incarnation,
+        timeout_s=timeout_s,
+    )
+    return copies, nbytes
+
+
+def in_threads(get: Callable[[list[Atom]], Arrived], requests: Sequence[list[Atom]]) -> list[Arrived]:
+    """Calls `get` for each request in several threads, until a call raises a RaycollectError; returns the results."""
+    left = iter(requests)  # the threads share it
+
+    def run() -> list[Arrived]:
+        arrived: list[Arrived] = []
+        with suppress(RaycollectError):
+            arrived.extend(map(get, left))
+        for _ in left:  # they would fail, too
+            pass
+        return arrived
+
+    with threads.pool("raycollect-read", READERS) as workers:  # copies and digests hold no GIL
+        others = [threads.submit(workers, run) for _ in requests[1:READERS]]
+        return [*run(), *(some for other in others for some in other.result())]
