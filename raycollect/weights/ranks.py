@@ -296,12 +296,14 @@ class Update(Job):
         read: Converts a rank's answer to an event, and stores its other contents.
         is_alone: Whether an only rank stages and shows in one call.
         staged: By rank, the receipt, and the keys of holders that did not have the version.
+        holders: The ranks that show the version, as its holders.
     """
 
     tell: Callable[[Tell, int], Any]
     read: Callable[[int, Any], RankEvent]
     is_alone: bool = False
     staged: dict[int, tuple[RankReceipt, tuple[Key, ...]]] = field(default_factory=dict)
+    holders: list[Holder] = field(default_factory=list)
 
     def heard(self, rank: int, ref: Any) -> RankEvent:
         """Returns the event of a rank's answer; raises the errors of `ray.get`."""

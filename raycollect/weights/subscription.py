@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,7 +33,7 @@ from raycollect.errors.text import shown
 from raycollect.planner.layout import Layout
 from raycollect.ray_bridge import ray_session
 from raycollect.weights import agent, atoms, protocol
-from raycollect.weights.directory import Holder, Holders, VersionDirectory, in_order
+from raycollect.weights.directory import Holder, Holders, Listed, VersionDirectory, in_order
 from raycollect.weights.protocol import (
     Atom,
     Digests,
@@ -222,9 +222,7 @@ class Subscription:
                 _, _, answer = answer
             if answer is None:  # another driver has staged something else
                 return RankFailed(rank)
-            with suppress(VersionError):  # others will ask the publisher instead
-                holder = structs.replace(self._ranks.members[rank], key=answer, signature=self._signature)
-                self._directory.post_holders(version, [holder])
+            job.holders.append(structs.replace(self._ranks.members[rank], key=answer, signature=self._signature))
             return RankShown(rank)
 
         # No other rank has to verify the version first, the publisher lends it, and the clock is the driver's
@@ -259,9 +257,9 @@ class Subscription:
     def _finish(self, job: Update, began_s: float, timeout_s: float) -> Receipt:
         """Returns the receipt of a round that has ended; raises as `update`."""
         version = job.round.version
-        with suppress(VersionError):  # other receivers can remove the records, too
-            for key in {key for _, stale in job.staged.values() for key in stale}:
-                self._directory.drop_holder(version, key)
+        if stale := {key for _, keys in job.staged.values() for key in keys}:
+            with suppress(VersionError):  # other receivers can remove them, too
+                self._directory.drop_holders(version, stale)
         if job.round.phase is not Phase.DONE:
             self._ranks.tell_each(agent.receive, self._id, "release")  # what holders lend until the next update
             raise self._failure(job, timeout_s)
@@ -325,6 +323,8 @@ def update_all(
     timeout_s: float,
     *,
     resolved: Version | None = None,
+    held: Sequence[Holder] = (),
+    listed: Collection[Listed] = (),
 ) -> list[Receipt]:
     """Updates several receiver groups concurrently; see `Subscription.update`.
 
@@ -333,12 +333,15 @@ def update_all(
         version: As in `Subscription.update`.
         timeout_s: As in `Subscription.update`.
         resolved: The version, if the caller has put it; saves the lookup.
+        held: The publisher's ranks, as holders of that version; if all receivers are on their hosts, this saves the
+            lookup of other holders.
+        listed: The layouts that the directory is known to have.
 
     Raises:
         PushError: Some of several groups could not be updated; it has the receipts of the others.
         RaycollectError: The only group could not be updated, as `Subscription.update` raises it.
     """
-    everyone = _Updates(subscriptions, version, timeout_s, resolved)
+    everyone = _Updates(subscriptions, version, timeout_s, resolved, held, listed)
     with ExitStack() as turns:
         for at, subscription in sorted(enumerate(subscriptions), key=lambda pair: pair[1]._id):  # prevents deadlocks
             with everyone.failing(at):
@@ -356,6 +359,8 @@ class _Updates:
     wanted: int | Version | str
     timeout_s: float
     resolved: Version | None
+    held: Sequence[Holder]
+    listed: Collection[Listed]
     began_s: float = field(default_factory=time.monotonic)
     done: dict[int, Receipt] = field(default_factory=dict)
     errors: dict[int, RaycollectError] = field(default_factory=dict)
@@ -389,14 +394,19 @@ class _Updates:
 
     def _round(self, todo: Mapping[int, Version]) -> dict[int, Version]:
         """Updates groups to versions; returns newer versions to retry with, for groups whose version was replaced."""
-        records: dict[Version, list[Holder]] = {}
+        held, self.held = self.held, ()  # a retry asks the directory
+        near = {holder.machine for holder in held}
+        is_near = bool(held) and all(
+            member.machine in near for at in todo for member in self.subscriptions[at]._ranks.members
+        )
+        records: dict[Version, Sequence[Holder]] = {self.resolved: held} if self.resolved and is_near else {}
         jobs: dict[int, Update] = {}
         for at, version in todo.items():
             with self.failing(at):
                 if version not in records:
                     records[version] = self.subscriptions[at]._directory.holders(version)
                 jobs[at] = self.subscriptions[at]._job(version, records[version], self.left_s)
-        beside = partial(_keep_layouts, [(self.subscriptions[at], todo[at].epoch) for at in jobs])
+        beside = partial(_keep_layouts, [(self.subscriptions[at], todo[at].epoch) for at in jobs], self.listed)
         try:
             drive(jobs.values(), self.left_s(), beside)
         except BaseException:  # such as Ctrl-C
@@ -404,6 +414,10 @@ class _Updates:
                 if not job.round.is_over:
                     self.subscriptions[at]._ranks.tell_each(agent.receive, self.subscriptions[at]._id, "release")
             raise
+        for version in records:
+            holders = [holder for at in jobs if todo[at] == version for holder in jobs[at].holders]
+            with suppress(VersionError):  # others will ask the publisher instead
+                self.subscriptions[min(todo)]._directory.post_holders(version, holders)
         again: dict[int, Version] = {}
         for at, job in jobs.items():
             subscription = self.subscriptions[at]
@@ -412,11 +426,14 @@ class _Updates:
                     self.done[at] = subscription._finish(job, self.began_s, self.timeout_s)
                 except VersionTimeoutError:
                     raise
-                except RaycollectError:
+                except RaycollectError as exc:
                     newer = self._newer(subscription)
-                    if newer is None or newer <= todo[at]:
+                    if newer is not None and newer > todo[at]:
+                        again[at] = newer
+                    elif is_near and isinstance(exc, VersionNotWholeError):  # there may be other holders
+                        again[at] = todo[at]
+                    else:
                         raise
-                    again[at] = newer
         return again
 
     def _newer(self, subscription: Subscription) -> Version | None:
@@ -440,8 +457,8 @@ class _Updates:
         )
 
 
-def _keep_layouts(subscriptions: Sequence[tuple[Subscription, int]]) -> None:
+def _keep_layouts(subscriptions: Sequence[tuple[Subscription, int]], listed: Collection[Listed]) -> None:
     # Posts layouts that the directory has lost, or does not have in an epoch
     for subscription, epoch in subscriptions:
         with suppress(VersionError):  # without the layouts others can't read from these receivers
-            subscription._directory.keep_layouts(epoch)
+            subscription._directory.keep_layouts(epoch, listed)

@@ -22,7 +22,7 @@ from raycollect.weights.protocol import (
     Version,
 )
 from raycollect.weights.publication import Publication
-from raycollect.weights.ranks import Job
+from raycollect.weights.ranks import Job, Update
 from raycollect.weights.subscription import Subscription
 from raycollect.weights.turns import Turns
 from tests.pure.weights.world import ATOMS, DRIVER, RANKS, World, digest, is_whole, restarted, steps
@@ -212,9 +212,11 @@ def test_whatever_keeps_a_group_from_a_version_the_others_have_it_and_all_is_tol
         def __init__(self, outcome):
             self.outcome, self._id, self._turns = outcome, str(id(self)), Turns("policy")
             self._directory = SimpleNamespace(within=lambda *_: nullcontext(), holders=lambda version: [])
+            self._directory.post_holders = lambda version, holders: None
 
         def _job(self, version, records, left_s):
-            return Job(round=protocol.begin_update(version, 1)[0], errors={})
+            begun, _ = protocol.begin_update(version, 1)
+            return Update(round=begun, errors={}, tell=None, read=None)
 
         def _finish(self, job, began_s, timeout_s):
             if isinstance(self.outcome, Exception):
