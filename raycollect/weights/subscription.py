@@ -230,9 +230,8 @@ class Subscription:
         is_alone = here == {self._ranks.members[0].machine} and any(
             holder.is_publisher and holder.machine in here for holder, _ in holders
         )
-        begun, _ = protocol.begin_update(version, len(self._ranks))
-        job = Update(round=begun, tell=tell, read=read, errors={}, is_alone=is_alone)
-        return job
+        begun = protocol.begin_update(version, len(self._ranks))
+        return (job := Update(round=begun, tell=tell, read=read, errors={}, is_alone=is_alone))
 
     def _holders(self, version: Version, records: Sequence[Holder]) -> Holders:
         among = tuple(version.digests)
@@ -241,17 +240,13 @@ class Subscription:
             layouts = self._directory.layouts(record.signature, version.epoch)
             if layouts is None:
                 continue
-            cached = self._places.get((record.signature, record.rank))
-            if cached is None or cached[0] != among:
-                cached = self._places[record.signature, record.rank] = (
-                    among,
-                    {
-                        atom: place
-                        for atom, place in atoms.held_places(layouts, record.rank, among).items()
-                        if layouts[atom[0]].dtype == version.dtypes[atom[0]]  # as they were put
-                    },
-                )
-            holders.append((record, cached[1]))
+            before, places = self._places.get((record.signature, record.rank), ((), {}))
+            if before != among:
+                places = atoms.held_places(layouts, record.rank, among)
+                others = {name for name, layout in layouts.items() if layout.dtype != version.dtypes.get(name)}
+                places = {atom: place for atom, place in places.items() if atom[0] not in others}  # as they were put
+                self._places[record.signature, record.rank] = among, places
+            holders.append((record, places))
         return holders
 
     def _finish(self, job: Update, began_s: float, timeout_s: float) -> Receipt:
@@ -264,8 +259,7 @@ class Subscription:
             self._ranks.tell_each(agent.receive, self._id, "release")  # what holders lend until the next update
             raise self._failure(job, timeout_s)
         before, self._version = self._version, version
-        is_same_epoch = before is not None and before.epoch == version.epoch
-        since = before.count if is_same_epoch and before is not None else 0
+        since = before.count if before is not None and before.epoch == version.epoch else 0
         return Receipt(
             name=self.name,
             version=version,
@@ -333,8 +327,7 @@ def update_all(
         version: As in `Subscription.update`.
         timeout_s: As in `Subscription.update`.
         resolved: The version, if the caller has put it; saves the lookup.
-        held: The publisher's ranks, as holders of that version; if all receivers are on their hosts, this saves the
-            lookup of other holders.
+        held: The publisher's ranks that hold it; saves the lookup of others, if all receivers are on their hosts.
         listed: The layouts that the directory is known to have.
 
     Raises:
@@ -395,10 +388,8 @@ class _Updates:
     def _round(self, todo: Mapping[int, Version]) -> dict[int, Version]:
         """Updates groups to versions; returns newer versions to retry with, for groups whose version was replaced."""
         held, self.held = self.held, ()  # a retry asks the directory
-        near = {holder.machine for holder in held}
-        is_near = bool(held) and all(
-            member.machine in near for at in todo for member in self.subscriptions[at]._ranks.members
-        )
+        near, ranks = {holder.machine for holder in held}, [self.subscriptions[at]._ranks for at in todo if held]
+        is_near = bool(held) and all(member.machine in near for some in ranks for member in some.members)
         records: dict[Version, Sequence[Holder]] = {self.resolved: held} if self.resolved and is_near else {}
         jobs: dict[int, Update] = {}
         for at, version in todo.items():
@@ -406,9 +397,8 @@ class _Updates:
                 if version not in records:
                     records[version] = self.subscriptions[at]._directory.holders(version)
                 jobs[at] = self.subscriptions[at]._job(version, records[version], self.left_s)
-        beside = partial(_keep_layouts, [(self.subscriptions[at], todo[at].epoch) for at in jobs], self.listed)
         try:
-            drive(jobs.values(), self.left_s(), beside)
+            drive(jobs.values(), self.left_s(), partial(self._keep_layouts, todo))
         except BaseException:  # such as Ctrl-C
             for at, job in jobs.items():
                 if not job.round.is_over:
@@ -427,14 +417,17 @@ class _Updates:
                 except VersionTimeoutError:
                     raise
                 except RaycollectError as exc:
-                    newer = self._newer(subscription)
-                    if newer is not None and newer > todo[at]:
-                        again[at] = newer
-                    elif is_near and isinstance(exc, VersionNotWholeError):  # there may be other holders
-                        again[at] = todo[at]
-                    else:
+                    newer = self._newer(subscription) or todo[at]
+                    if newer <= todo[at] and not (is_near and isinstance(exc, VersionNotWholeError)):
                         raise
+                    again[at] = newer  # or the same, from holders that the directory has
         return again
+
+    def _keep_layouts(self, versions: Mapping[int, Version]) -> None:
+        """Posts layouts that the directory has lost, or does not have in an epoch."""
+        for at, version in versions.items():
+            with suppress(VersionError):  # without the layouts others can't read from these receivers
+                self.subscriptions[at]._directory.keep_layouts(version.epoch, self.listed)
 
     def _newer(self, subscription: Subscription) -> Version | None:
         """Returns the latest version if that was asked for; None if it can't be found."""
@@ -455,10 +448,3 @@ class _Updates:
             receipts=tuple(self.done.get(at) for at in range(len(self.subscriptions))),
             errors=tuple(self.errors.get(at) for at in range(len(self.subscriptions))),
         )
-
-
-def _keep_layouts(subscriptions: Sequence[tuple[Subscription, int]], listed: Collection[Listed]) -> None:
-    # Posts layouts that the directory has lost, or does not have in an epoch
-    for subscription, epoch in subscriptions:
-        with suppress(VersionError):  # without the layouts others can't read from these receivers
-            subscription._directory.keep_layouts(epoch, listed)
