@@ -1,11 +1,14 @@
 """The directory of publications: the publishers, their versions, and the processes that hold each version.
 
 The records lie in Ray's internal key-value store, for all jobs of the cluster. A record of an epoch or a version is
-written once and never changed. A holder's record is a hint: the holder may have ended or moved on to another version; a
-receiver that fails to read from it removes the record. A publisher removes the records of all but its two newest
-versions, and with its first version those of earlier epochs. `publish` also removes other publications that ended
-without a `close` (`sweep`). The record of a name's last epoch stays, some 50 bytes, so that no epoch number is used
-twice. If all records are lost, the next put writes them again.
+written once and never changed. That of a version has the publisher's ranks as its first holders. Each update adds one
+record of the receivers that hold the version then. It is a hint: a receiver may have ended or moved on to another
+version; a receiver that fails to read from it removes it from the record. A publisher removes the records of all but
+its two newest versions, and with its first version those of earlier epochs. `publish` also removes other publications
+that ended without a `close` (`sweep`). The record of a name's last epoch stays, some 50 bytes, so that no epoch number
+is used twice. If all records are lost, the next put writes them again.
+
+A request takes about 0.5 ms, as long as a small update. A put makes two while its caller waits, and a push makes one.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import partial
@@ -75,11 +78,15 @@ Atoms = Mapping[Atom, tuple[int, Point]]
 Holders = Sequence[tuple[Holder, Atoms]]
 """The holders that a rank may read from, in this order."""
 
+Listed = tuple[int, bytes]
+"""The epoch and the signature of layouts that the directory has."""
 
-_HOLDERS = Codec[Holder](Holder, "record of a holder")
+
+_HOLDERS = Codec[tuple[Holder, ...]](tuple[Holder, ...], "record of holders")
 _LAYOUTS = Codec[dict[str, bytes]](dict[str, bytes], "layouts")
-_VERSIONS = Codec[Any](GenericAlias(tuple, tuple(get_type_hints(Version).values())), "record of a version")
-
+_VERSIONS = Codec[Any](
+    GenericAlias(tuple, (*get_type_hints(Version).values(), tuple[Holder, ...])), "record of a version"
+)
 
 MOST_RECEIVERS = 8
 """How many receivers that hold a version a rank may ask before it asks publishers of other hosts."""
@@ -200,10 +207,11 @@ class VersionDirectory(_Records):
         self.keep_layouts(epoch)
         return signature
 
-    def keep_layouts(self, epoch: int) -> None:
-        """Writes the layouts that this process posted, if an epoch does not have them."""
+    def keep_layouts(self, epoch: int, listed: Collection[Listed] = ()) -> None:
+        """Writes the layouts that this process posted, if an epoch does not have them; `listed` are there."""
         for signature, packed in self._own.items():
-            self._put(_layouts_at(epoch, signature), packed, overwrite=False)
+            if (epoch, signature) not in listed:
+                self._put(_layouts_at(epoch, signature), packed, overwrite=False)
 
     def layouts(self, signature: bytes, epoch: int) -> Layouts | None:
         """Returns the layouts of a signature; None if unknown."""
@@ -215,33 +223,40 @@ class VersionDirectory(_Records):
             self._layouts[signature] = {name: Layout.from_bytes(layout) for name, layout in encoded.items()}
         return self._layouts[signature]
 
-    def all_layouts(self) -> dict[bytes, Layouts]:
-        """Returns the layouts of all sides, of any epoch, in order of their signatures."""
+    def listed(self) -> tuple[int, frozenset[Listed]]:
+        """Returns the newest epoch, 0 for none, and which layouts are there."""
+        epoch, layouts = 0, set[Listed]()
+        for kind, _, rest in (name.partition("/") for name in self._names("")):
+            if kind == "epochs":
+                epoch = max(epoch, int(rest))
+            elif kind == "layouts":
+                layouts.add((int(rest[:8]), bytes.fromhex(rest[9:])))
+        return epoch, frozenset(layouts)
+
+    def all_layouts(self, listed: Iterable[Listed]) -> dict[bytes, Layouts]:
+        """Returns the listed layouts of all sides, in order of their signatures."""
         result = {}
-        for signature, epoch in sorted((entry[9:], int(entry[:8])) for entry in self._names("layouts/")):
-            layouts = self.layouts(bytes.fromhex(signature), epoch)
+        for epoch, signature in sorted(listed, key=lambda entry: entry[1]):
+            layouts = self.layouts(signature, epoch)
             if layouts is not None:
-                result[bytes.fromhex(signature)] = layouts
+                result[signature] = layouts
         return result
 
     # ------------------------------------------------------------------------------------------ versions
 
-    def post_version(self, version: Version) -> None:
-        """Publishes a version: from now on receivers can update to it."""
-        self._put(
-            f"versions/{_numbered(version)}",
-            _VERSIONS.encode([getattr(version, field.name) for field in fields(version)]),
-            overwrite=False,
-        )
+    def post_version(self, version: Version, holders: Iterable[Holder]) -> None:
+        """Publishes a version that the publisher's ranks hold: from now on receivers can update to it."""
+        record = [*(getattr(version, field.name) for field in fields(version)), tuple(holders)]
+        self._put(_version_at(version), _VERSIONS.encode(record), overwrite=False)
 
     def version(self, epoch: int, number: int) -> Version | None:
         """Returns a version; None if its record was removed."""
-        packed = self._get(f"versions/{_numbered(Version(epoch, number))}")
-        return None if packed is None else Version(*_VERSIONS.decode(packed))
+        packed = self._get(_version_at(Version(epoch, number)))
+        return None if packed is None else Version(*_VERSIONS.decode(packed)[:-1])
 
     def latest(self) -> Version | None:
         """Returns the newest version; None if no version was put."""
-        while names := self._names("versions/"):
+        while names := [name for name in self._names("versions/") if "/" not in name]:
             for epoch, number in sorted(map(_number_of, names), reverse=True):
                 if (version := self.version(epoch, number)) is not None:
                     return version
@@ -250,14 +265,13 @@ class VersionDirectory(_Records):
 
     def forget(self, version: Version) -> None:
         """Removes the records of a version."""
-        self._delete(f"versions/{_numbered(version)}")
-        self._delete(f"holders/{_numbered(version)}/", by_prefix=True)
+        self._delete(_version_at(version), by_prefix=True)
 
     def forget_before(self, version: Version) -> None:
         """Removes older versions and earlier epochs; layouts of earlier epochs move to the epoch of this version."""
-        for entry in self._names("versions/"):
-            if _number_of(entry) < (version.epoch, version.number):
-                self.forget(Version(*_number_of(entry)))
+        for number in {_number_of(entry.partition("/")[0]) for entry in self._names("versions/")}:
+            if number < (version.epoch, version.number):
+                self.forget(Version(*number))
         for entry in self._names("layouts/"):
             packed = self._get(f"layouts/{entry}") if int(entry[:8]) < version.epoch else None
             if packed is not None:
@@ -267,7 +281,7 @@ class VersionDirectory(_Records):
 
     def forget_all(self, epoch: int) -> None:
         """Removes all records up to an epoch except those of the epochs, so that epochs stay unique."""
-        for place in ("versions/", "holders/", "layouts/"):
+        for place in ("versions/", "layouts/"):
             for number in sorted({entry[:8] for entry in self._names(place)}):
                 if int(number) <= epoch:
                     self._delete(place + number, by_prefix=True)
@@ -287,26 +301,41 @@ class VersionDirectory(_Records):
 
     # ------------------------------------------------------------------------------------------ holders
 
-    def post_holders(self, version: Version, holders: Iterable[Holder]) -> None:
-        """Writes the records of holders of a version."""
-        for holder in holders:
-            self._put(f"holders/{_numbered(version)}/{holder.key.hex()}", _HOLDERS.encode(holder), overwrite=True)
+    def post_holders(self, version: Version, holders: Sequence[Holder]) -> None:
+        """Adds holders of a version, in one record."""
+        if holders:
+            place = f"{_version_at(version)}/{holders[0].key.hex()}"
+            self._put(place, _HOLDERS.encode(tuple(holders)), overwrite=True)
 
     def holders(self, version: Version) -> list[Holder]:
-        """Returns the recorded holders of a version."""
-        return self._holders(f"holders/{_numbered(version)}/")
+        """Returns the recorded holders of a version, first the publisher's ranks."""
+        return [holder for _, holders in self._records_of(version) for holder in holders]
 
     def all_holders(self) -> list[Holder]:
         """Returns the recorded holders of all versions."""
-        return self._holders("holders/")
+        return [holder for _, holders in self._holders(self._names("versions/")) for holder in holders]
 
-    def _holders(self, place: str) -> list[Holder]:
-        records = self._get_all([place + entry for entry in sorted(self._names(place))])
-        return [_HOLDERS.decode(record) for record in records if record]
+    def drop_holders(self, version: Version, keys: Collection[Key]) -> None:
+        """Removes receivers that no longer have a version; the publisher's ranks stay as long as the version."""
+        for name, holders in self._records_of(version):
+            left = [holder for holder in holders if holder.key not in keys]
+            if "/" in name and len(left) < len(holders):
+                self._delete(f"versions/{name}")
+                self.post_holders(version, left)
 
-    def drop_holder(self, version: Version, key: Key) -> None:
-        """Removes the record of a holder that no longer has the version."""
-        self._delete(f"holders/{_numbered(version)}/{key.hex()}")
+    def _records_of(self, version: Version) -> list[tuple[str, Sequence[Holder]]]:
+        place = _numbered(version)
+        return self._holders([place, *(f"{place}/{entry}" for entry in self._names(f"versions/{place}/"))])
+
+    def _holders(self, names: Iterable[str]) -> list[tuple[str, Sequence[Holder]]]:
+        """Returns the holders in each record of a version that is there."""
+        names = sorted(names)
+        records = self._get_all([f"versions/{name}" for name in names])
+        return [
+            (name, _HOLDERS.decode(packed) if "/" in name else _VERSIONS.decode(packed)[-1])
+            for name, packed in zip(names, records, strict=True)
+            if packed
+        ]
 
 
 def sweep(name: str) -> None:
@@ -320,11 +349,11 @@ def sweep(name: str) -> None:
     more = set()  # publications with more records than that of their last epoch
     for place in root._names(""):
         quoted, kind, rest = place.split("/", 2)
-        if kind in ("epochs", "holders") and unquote(quoted) != name:
-            if quoted in epochs or kind == "holders":
+        if kind in ("epochs", "versions") and unquote(quoted) != name:
+            if quoted in epochs or kind == "versions":
                 more.add(quoted)
             epochs.setdefault(quoted, []).append((int(rest[:8]), place if kind == "epochs" else ""))
-        elif kind not in ("epochs", "holders"):
+        elif kind not in ("epochs", "versions"):
             more.add(quoted)
     epochs = {quoted: some for quoted, some in epochs.items() if quoted in more}
     if not epochs:
@@ -347,8 +376,12 @@ def _layouts_at(epoch: int, signature: bytes) -> str:
     return f"layouts/{epoch:08d}/{signature.hex()}"
 
 
+def _version_at(version: Version) -> str:
+    return f"versions/{_numbered(version)}"
+
+
 def _numbered(version: Version) -> str:
-    return f"{version.epoch:08d}.{version.number:012d}"
+    return f"{version.epoch:08d}.{version.number:019d}"  # of one length, as records are removed by prefix
 
 
 def _number_of(text: str) -> tuple[int, int]:

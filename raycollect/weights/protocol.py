@@ -232,9 +232,9 @@ class VersionRound:
         return bool(self.waiting) and self.waiting <= set(self.done)
 
 
-def begin_update(version: Version, ranks: int) -> tuple[VersionRound, Tell]:
-    """Begins an update: all ranks stage."""
-    return VersionRound(version, Phase.STAGING, frozenset(range(ranks))), Tell.STAGE
+def begin_update(version: Version, ranks: int) -> VersionRound:
+    """Begins an update: all ranks are to stage."""
+    return VersionRound(version, Phase.STAGING, frozenset(range(ranks)))
 
 
 def begin_put(version: Version, ranks: int) -> tuple[VersionRound, Tell]:

@@ -33,7 +33,7 @@ from raycollect.planner.layout import Layout
 from raycollect.planner.wording import counted
 from raycollect.ray_bridge import ray_actors, ray_cluster, ray_session
 from raycollect.weights import agent, atoms
-from raycollect.weights.directory import Atoms, Holder, VersionDirectory, sweep
+from raycollect.weights.directory import Atoms, Holder, Listed, VersionDirectory, sweep
 from raycollect.weights.protocol import Atom, Phase, Version
 from raycollect.weights.ranks import ATTACH_S, Job, Ranks, why_over, wrong_name
 from raycollect.weights.receipts import Receipt
@@ -104,7 +104,8 @@ class Publication(BoundToProcess):
         self._places: dict[int, Atoms] = {}
         # The last version that was put; the last with a used number, even if its record is lost; the one before that
         self._last = self._used = self._before = Version(self.epoch, 0)
-        self._newest = self.epoch  # of all publishers, when the last put began
+        self._held: list[Holder] = []  # the ranks, as holders of the last version
+        self._listed: frozenset[Listed] | None = None  # the layouts in the directory, as of the last put
 
     def _check_free(self) -> None:
         """Raises if another living process publishes under this name."""
@@ -189,7 +190,10 @@ class Publication(BoundToProcess):
             expected = f"above {self._used.number}, and below {_MOST_NUMBER}"
             raise refusal("put", "", (wrong_argument("version", shown(version), expected),))
         groups = self._checked_groups("stream", subscriptions)
-        readers = self._directory.all_layouts()
+        if self._listed is None:  # a later put knows the receivers that the put before it has found
+            _, self._listed = self._directory.listed()
+        readers = self._directory.all_layouts(self._listed)
+        readers |= {group._signature: group._ranks.layouts for group in groups}
         if frozenset(readers) != self._cut[0]:
             self._cut = frozenset(readers), atoms.cut(self._ranks.layouts, readers.values())
             self._places.clear()
@@ -219,11 +223,10 @@ class Publication(BoundToProcess):
         return structs.replace(self._ranks.members[rank], key=key, signature=self._signature)
 
     def _forget_overwritten(self) -> None:
-        """Removes the version before the last, which the actors drop, and looks for a later publisher."""
+        """Removes the version before the last, which the actors drop."""
         before, self._before = self._before, Version(self.epoch, 0)
         if before.number:
             self._directory.forget(before)
-        self._newest = self._directory.epoch()
 
     def _finish(self, job: Job, timeout_s: float, keys: Mapping[int, Key], among: Sequence[Atom]) -> None:
         """Posts the version of a put that has ended; raises the errors of `put`."""
@@ -248,21 +251,20 @@ class Publication(BoundToProcess):
         return groups
 
     def _post(self, version: Version, keys: Mapping[int, Any]) -> None:
-        newest = self._newest
+        """Posts a version; removes it again if a later publisher has begun by then."""
+        self._before, self._used = self._used, version
+        held = [self._holder(rank, keys[rank]) for rank in range(len(self._ranks))]
+        self._directory.post_version(version, held)
+        newest, self._listed = self._directory.listed()
         if newest > self.epoch:
+            self._directory.forget(version)
             raise PublisherReplacedError(name=self.name, version=str(version), detail=f"epoch {newest} has begun")
         if newest < self.epoch:  # the directory was lost
             self._directory.keep_epoch(self.epoch, ray_session.worker_id())
-            self._directory.keep_layouts(self.epoch)
-        self._before, self._used = self._used, version
-        self._directory.post_holders(
-            version,
-            (self._holder(rank, keys[rank]) for rank in range(len(self._ranks))),
-        )
-        self._directory.post_version(version)
+        self._directory.keep_layouts(self.epoch, self._listed)
         if not self._last.number:
             self._directory.forget_before(version)
-        self._last = version
+        self._last, self._held = version, held
 
     def push(self, subscriptions: Sequence[Subscription], *, timeout_s: float = 60.0) -> list[Receipt]:
         """Updates receiver groups that this process drives to the newest version, all at once; see `update`.
@@ -274,7 +276,9 @@ class Publication(BoundToProcess):
         """
         refuse("push", wrong_time_limit(timeout_s, also=(0,)))
         groups = self._checked_groups("push", subscriptions)
-        return update_all(groups, "latest", timeout_s, resolved=self._last if self._last.number else None)
+        if not self._last.number:
+            return update_all(groups, "latest", timeout_s)
+        return update_all(groups, "latest", timeout_s, resolved=self._last, held=self._held, listed=self._listed or ())
 
     def close(self) -> None:
         """Ends the publication: from now on only receivers that know of a version can read it from each other."""

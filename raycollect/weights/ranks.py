@@ -297,6 +297,7 @@ class Update(Job):
         is_alone: Whether an only rank stages and shows in one call.
         after: The ranks that stage after another rank, and that rank of each.
         staged: By rank, the receipt, and the keys of holders that did not have the version.
+        holders: The ranks that show the version, as its holders.
     """
 
     tell: Callable[[Tell, int], Any]
@@ -304,6 +305,7 @@ class Update(Job):
     is_alone: bool = False
     after: Mapping[int, int] = field(default_factory=dict)
     staged: dict[int, tuple[RankReceipt, tuple[Key, ...]]] = field(default_factory=dict)
+    holders: list[Holder] = field(default_factory=list)
 
     def heard(self, rank: int, ref: Any) -> RankEvent:
         """Returns the event of a rank's answer; raises the errors of `ray.get`."""

@@ -78,6 +78,7 @@ class Receiver:
         self._served = ServedArrays(self._side.live())  # the version that methods see
         self._offered = ServedArrays([], is_frozen=True)  # what arrived of the next one, for other ranks of this host
         self._lends = False
+        self._staged: list[Array] = []  # the tensors, as of the last `stage`
         self._among: tuple[Atom, ...] = ()  # the atoms of a version; versions usually have the same ones
         self._parts: dict[Atom, tuple[AtomPart, ...]] = {}  # where the atoms of this rank lie
         self._marked: list[Range] = []  # the ranges that are dirty by an update in place
@@ -106,7 +107,8 @@ class Receiver:
             CollectiveTimeoutError: The time limit has passed, and others still read the tensors (in place).
             TensorReplacedError, LayoutError: The tensors were replaced by others.
         """
-        began_s, live = time.monotonic(), self._live()  # refuses replaced tensors before any rank shows the version
+        began_s = time.monotonic()
+        self._staged = live = self._live()  # refuses replaced tensors before any rank shows the version
         self._know(tuple(version.digests))
         self.release()
         self._lends = lends
@@ -163,7 +165,7 @@ class Receiver:
         Raises:
             CollectiveTimeoutError: The time limit has passed, and others still read the tensors.
         """
-        live = self._live()
+        live = self._staged if is_fresh else self._live()
         if self.inplace and self.state.staged == version:
             present = {**self.state.landed, **self._lying(version, live)}
             self.state = protocol.stage_in_place(self.state, version, self.state.wanted, present)
@@ -193,35 +195,46 @@ class Receiver:
             self._read_missing(version, self._base[1], limit_s, live)
 
     def _copy(self, live: list[Array], limit_s: float) -> None:
-        """Copies the atoms of the next version whose bits differ into the tensors that methods see."""
-        changed: list[tuple[str, Array, Array]] = []
-        for atom, array in self._next.items():
-            pairs = list(self._elements(atom, array, live))
-            # Those that were written before are known to differ
-            differing = pairs if atom in self._written else [pair for pair in pairs if not digests.is_same(*pair)]
-            changed += [(atom[0], into, element) for into, element in differing]
-            digest = self.state.wanted[atom]
-            is_plain = len(pairs) == 1 and pairs[0][1] is array
-            self._written[atom] = digest, [digest] if is_plain else [digests.digest(element) for _, element in pairs]
-        if changed:
+        """Copies the atoms of the next version whose bits differ into the tensors that methods see.
+
+        Nothing is allocated once the first of them is written, so that nothing fails halfway.
+        """
+        differing = [
+            atom
+            for atom, array in self._next.items()
+            if atom in self._written  # the last one that was written is known to differ
+            or not all(digests.is_same(*pair) for pair in self._elements(atom, array, live))
+        ]
+        if differing:
             with self._here.store.writing(self._side.ranges(), limit_s=limit_s):
                 self._served.withdraw(self._here.store)
-                for _, into, element in changed:
-                    np.copyto(into, element)
-            self._side.raise_versions({name for name, _, _ in changed})
+                for atom in differing:
+                    for box, element in self._boxes(atom, self._next[atom], live):
+                        convert(box, element)
+            self._side.raise_versions({name for name, _ in differing})
+        for atom, array in self._next.items():
+            digest, boxes = self.state.wanted[atom], list(self._boxes(atom, array, live))
+            is_whole = len(boxes) == 1 and boxes[0][1] is array and boxes[0][0].dtype == array.dtype
+            self._written[atom] = digest, [digest] if is_whole else [digests.digest(box) for box, _ in boxes]
 
-    def _elements(self, atom: Atom, array: Array, live: list[Array]) -> Iterator[tuple[Array, Array]]:
-        """Yields the parts of an atom: the box of a tensor, and its elements as they are to lie there."""
+    def _boxes(self, atom: Atom, array: Array, live: list[Array]) -> Iterator[tuple[Array, Array]]:
+        """Yields the parts of an atom: the box of a tensor, and its elements as they were put."""
         for part in self._parts[atom]:
-            box, element = self._side.box(live, part), array
+            element = array
             if part.box != atom[1]:
                 lo, _ = moved(part.box, atom[1][0], (0,) * array.ndim)
                 element = box_of(array, lo, part.size)
-            if box.dtype != array.dtype:
+            yield self._side.box(live, part), element
+
+    def _elements(self, atom: Atom, array: Array, live: list[Array]) -> Iterator[tuple[Array, Array]]:
+        """Yields the parts of an atom: the box of a tensor, and its elements as they are to lie there."""
+        for box, element in self._boxes(atom, array, live):
+            if box.dtype == element.dtype:
+                yield box, element
+            else:
                 wanted = np.empty(box.shape, box.dtype)
                 convert(wanted, element)
-                element = wanted
-            yield box, element
+                yield box, wanted
 
     def _present(self, wanted: Digests, live: list[Array]) -> dict[Atom, bytes]:
         """Returns the atoms with these digests that are here: as they arrived, or in the tensors, read again."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,7 +33,7 @@ from raycollect.errors.text import shown
 from raycollect.planner.layout import Layout
 from raycollect.ray_bridge import ray_session
 from raycollect.weights import agent, atoms, protocol
-from raycollect.weights.directory import Holder, Holders, VersionDirectory
+from raycollect.weights.directory import Holder, Holders, Listed, VersionDirectory
 from raycollect.weights.hosts import Sharing
 from raycollect.weights.protocol import (
     Atom,
@@ -225,9 +225,7 @@ class Subscription:
                 _, _, answer = answer
             if answer is None:  # another driver has staged something else
                 return RankFailed(rank)
-            with suppress(VersionError):  # others will ask the publisher instead
-                holder = structs.replace(self._ranks.members[rank], key=answer, signature=self._signature)
-                self._directory.post_holders(version, [holder])
+            job.holders.append(structs.replace(self._ranks.members[rank], key=answer, signature=self._signature))
             return RankShown(rank)
 
         # No other rank has to verify the version first, the publisher lends it, and the clock is the driver's
@@ -235,7 +233,7 @@ class Subscription:
         is_alone = here == {self._ranks.members[0].machine} and any(
             holder.is_publisher and holder.machine in here for holder, _ in holders
         )
-        begun, _ = protocol.begin_update(version, len(self._ranks))
+        begun = protocol.begin_update(version, len(self._ranks))
         job = Update(round=begun, tell=tell, read=read, errors={}, is_alone=is_alone, after=sharing.after)
         return job
 
@@ -246,31 +244,26 @@ class Subscription:
             layouts = self._directory.layouts(record.signature, version.epoch)
             if layouts is None:
                 continue
-            cached = self._places.get((record.signature, record.rank))
-            if cached is None or cached[0] != among:
-                cached = self._places[record.signature, record.rank] = (
-                    among,
-                    {
-                        atom: place
-                        for atom, place in atoms.held_places(layouts, record.rank, among).items()
-                        if layouts[atom[0]].dtype == version.dtypes[atom[0]]  # as they were put
-                    },
-                )
-            holders.append((record, cached[1]))
+            before, places = self._places.get((record.signature, record.rank), ((), {}))
+            if before != among:
+                places = atoms.held_places(layouts, record.rank, among)
+                others = {name for name, layout in layouts.items() if layout.dtype != version.dtypes.get(name)}
+                places = {atom: place for atom, place in places.items() if atom[0] not in others}  # as they were put
+                self._places[record.signature, record.rank] = among, places
+            holders.append((record, places))
         return holders
 
     def _finish(self, job: Update, began_s: float, timeout_s: float) -> Receipt:
         """Returns the receipt of a round that has ended; raises as `update`."""
         version = job.round.version
-        with suppress(VersionError):  # other receivers can remove the records, too
-            for key in {key for _, stale in job.staged.values() for key in stale}:
-                self._directory.drop_holder(version, key)
+        if stale := {key for _, keys in job.staged.values() for key in keys}:
+            with suppress(VersionError):  # other receivers can remove them, too
+                self._directory.drop_holders(version, stale)
         if job.round.phase is not Phase.DONE:
             self._ranks.tell_each(agent.receive, self._id, "release")  # what holders lend until the next update
             raise self._failure(job, timeout_s)
         before, self._version = self._version, version
-        is_same_epoch = before is not None and before.epoch == version.epoch
-        since = before.count if is_same_epoch and before is not None else 0
+        since = before.count if before is not None and before.epoch == version.epoch else 0
         return Receipt(
             name=self.name,
             version=version,
@@ -328,6 +321,8 @@ def update_all(
     timeout_s: float,
     *,
     resolved: Version | None = None,
+    held: Sequence[Holder] = (),
+    listed: Collection[Listed] = (),
 ) -> list[Receipt]:
     """Updates several receiver groups concurrently; see `Subscription.update`.
 
@@ -336,12 +331,14 @@ def update_all(
         version: As in `Subscription.update`.
         timeout_s: As in `Subscription.update`.
         resolved: The version, if the caller has put it; saves the lookup.
+        held: The publisher's ranks that hold it; saves the lookup of others, if all receivers are on their hosts.
+        listed: The layouts that the directory is known to have.
 
     Raises:
         PushError: Some of several groups could not be updated; it has the receipts of the others.
         RaycollectError: The only group could not be updated, as `Subscription.update` raises it.
     """
-    everyone = _Updates(subscriptions, version, timeout_s, resolved)
+    everyone = _Updates(subscriptions, version, timeout_s, resolved, held, listed)
     with ExitStack() as turns:
         for at, subscription in sorted(enumerate(subscriptions), key=lambda pair: pair[1]._id):  # prevents deadlocks
             with everyone.failing(at):
@@ -359,6 +356,8 @@ class _Updates:
     wanted: int | Version | str
     timeout_s: float
     resolved: Version | None
+    held: Sequence[Holder]
+    listed: Collection[Listed]
     began_s: float = field(default_factory=time.monotonic)
     done: dict[int, Receipt] = field(default_factory=dict)
     errors: dict[int, RaycollectError] = field(default_factory=dict)
@@ -392,21 +391,27 @@ class _Updates:
 
     def _round(self, todo: Mapping[int, Version]) -> dict[int, Version]:
         """Updates groups to versions; returns newer versions to retry with, for groups whose version was replaced."""
-        records: dict[Version, list[Holder]] = {}
+        held, self.held = self.held, ()  # a retry asks the directory
+        near, ranks = {holder.machine for holder in held}, [self.subscriptions[at]._ranks for at in todo if held]
+        is_near = bool(held) and all(member.machine in near for some in ranks for member in some.members)
+        records: dict[Version, Sequence[Holder]] = {self.resolved: held} if self.resolved and is_near else {}
         jobs: dict[int, Update] = {}
         for at, version in todo.items():
             with self.failing(at):
                 if version not in records:
                     records[version] = self.subscriptions[at]._directory.holders(version)
                 jobs[at] = self.subscriptions[at]._job(version, records[version], self.left_s)
-        beside = partial(_keep_layouts, [(self.subscriptions[at], todo[at].epoch) for at in jobs])
         try:
-            drive(jobs.values(), self.left_s(), beside)
+            drive(jobs.values(), self.left_s(), partial(self._keep_layouts, todo))
         except BaseException:  # such as Ctrl-C
             for at, job in jobs.items():
                 if not job.round.is_over:
                     self.subscriptions[at]._ranks.tell_each(agent.receive, self.subscriptions[at]._id, "release")
             raise
+        for version in records:
+            holders = [holder for at in jobs if todo[at] == version for holder in jobs[at].holders]
+            with suppress(VersionError):  # others will ask the publisher instead
+                self.subscriptions[min(todo)]._directory.post_holders(version, holders)
         again: dict[int, Version] = {}
         for at, job in jobs.items():
             subscription = self.subscriptions[at]
@@ -415,12 +420,18 @@ class _Updates:
                     self.done[at] = subscription._finish(job, self.began_s, self.timeout_s)
                 except VersionTimeoutError:
                     raise
-                except RaycollectError:
-                    newer = self._newer(subscription)
-                    if newer is None or newer <= todo[at]:
+                except RaycollectError as exc:
+                    newer = self._newer(subscription) or todo[at]
+                    if newer <= todo[at] and not (is_near and isinstance(exc, VersionNotWholeError)):
                         raise
-                    again[at] = newer
+                    again[at] = newer  # or the same, from holders that the directory has
         return again
+
+    def _keep_layouts(self, versions: Mapping[int, Version]) -> None:
+        """Posts layouts that the directory has lost, or does not have in an epoch."""
+        for at, version in versions.items():
+            with suppress(VersionError):  # without the layouts others can't read from these receivers
+                self.subscriptions[at]._directory.keep_layouts(version.epoch, self.listed)
 
     def _newer(self, subscription: Subscription) -> Version | None:
         """Returns the latest version if that was asked for; None if it can't be found."""
@@ -441,10 +452,3 @@ class _Updates:
             receipts=tuple(self.done.get(at) for at in range(len(self.subscriptions))),
             errors=tuple(self.errors.get(at) for at in range(len(self.subscriptions))),
         )
-
-
-def _keep_layouts(subscriptions: Sequence[tuple[Subscription, int]]) -> None:
-    # Posts layouts that the directory has lost, or does not have in an epoch
-    for subscription, epoch in subscriptions:
-        with suppress(VersionError):  # without the layouts others can't read from these receivers
-            subscription._directory.keep_layouts(epoch)

@@ -92,13 +92,16 @@ def make_store(monkeypatch) -> Callable[[], Store]:
     return make
 
 
-def holds(there, version, worker, signature=b"s", *, is_publisher=False):
+def holder(worker, signature=b"s", *, is_publisher=False):
     address = Address(host="127.0.0.1", port=1, secret=bytes(32))
-    record = Holder(
+    return Holder(
         address=address, actor=worker, incarnation=worker, rank=0, is_publisher=is_publisher, signature=signature,
         key=Key(worker.encode()), machine="here",
     )  # fmt: skip
-    there.post_holders(version, [record])
+
+
+def holds(there, version, worker, signature=b"s"):
+    there.post_holders(version, [holder(worker, signature)])
 
 
 def publish(store, name, worker):
@@ -107,8 +110,7 @@ def publish(store, name, worker):
     there = VersionDirectory(name)
     epoch = there.begin_epoch(worker)
     version = Version(epoch, 1, signature=there.post_layouts(LAYOUTS, epoch))
-    holds(there, version, f"{worker}'s actor", version.signature, is_publisher=True)
-    there.post_version(version)
+    there.post_version(version, [holder(f"{worker}'s actor", version.signature, is_publisher=True)])
     there.forget_before(version)
     return version
 
@@ -136,12 +138,12 @@ def test_there_is_a_latest_version_whenever_another_one_takes_its_place(make_sto
     store = make_store()
     there, publisher = VersionDirectory("policy"), VersionDirectory("policy")
     for number in (1, 2):
-        publisher.post_version(Version(1, number))
+        publisher.post_version(Version(1, number), [])
 
     def put_twice():
         for number in (1, 2):
             publisher.forget(Version(1, number))
-            publisher.post_version(Version(1, number + 2))
+            publisher.post_version(Version(1, number + 2), [])
 
     store.chosen, store.between = store.steps + step, put_twice
     assert there.latest().number in (2, 4)
@@ -171,9 +173,8 @@ def test_a_store_that_does_not_answer_is_told_of_and_whose_time_is_over(make_sto
     assert timeouts[1] == 30.0
 
 
-def test_a_put_whose_record_may_be_there_is_not_put_again_under_its_number(make_store, monkeypatch):
-    """Ray's store has taken the record, and its answer did not come."""
-    store = make_store()
+def publication_of_epoch_1():
+    """A publication without ranks, whose epoch is in the directory."""
     pub = Publication.__new__(Publication)
     pub.name, pub.epoch, pub._signature, pub._publisher, pub._turns = "policy", 1, b"", "", Turns("policy")
     pub._ranks = type("Ranks", (), {"layouts": LAYOUTS, "__len__": lambda self: 0})()
@@ -181,7 +182,44 @@ def test_a_put_whose_record_may_be_there_is_not_put_again_under_its_number(make_
     pub._directory.keep_epoch(1, "p")
     pub._cut, pub._places = (frozenset(), ()), {}
     pub._last = pub._used = pub._before = Version(1, 0)
-    pub._newest = 1
+    pub._listed = None
+    return pub
+
+
+@pytest.mark.parametrize("step", range(2))  # before the version is posted, and after
+def test_a_publisher_that_is_replaced_while_it_puts_hears_so_and_its_version_is_removed(make_store, step):
+    store = make_store()
+    pub = publication_of_epoch_1()
+    version = pub.stream().version
+    store.chosen, store.between = store.steps + step, lambda: VersionDirectory("policy").begin_epoch("later")
+    with pytest.raises(PublisherReplacedError):
+        pub._post(version, {})
+    assert VersionDirectory("policy").latest() is None
+
+
+def test_a_version_is_removed_and_those_with_longer_numbers_stay(make_store):
+    make_store()
+    there = VersionDirectory("policy")
+    for number in (10**11, 10**12):
+        there.post_version(Version(1, number), [])
+    there.forget(Version(1, 10**11))
+    assert there.latest() == Version(1, 10**12)
+
+
+def test_a_receiver_that_has_moved_on_is_dropped_and_the_others_stay(make_store):
+    make_store()
+    there, version = VersionDirectory("policy"), Version(1, 1)
+    there.post_version(version, [holder("publisher", is_publisher=True)])
+    there.post_holders(version, [holder("a"), holder("b")])
+    there.post_holders(version, [holder("c")])
+    there.drop_holders(version, {Key(b"a"), Key(b"c"), Key(b"publisher")})
+    assert [one.actor for one in there.holders(version)] == ["publisher", "b"]
+
+
+def test_a_put_whose_record_may_be_there_is_not_put_again_under_its_number(make_store, monkeypatch):
+    """Ray's store has taken the record, and its answer did not come."""
+    store = make_store()
+    pub = publication_of_epoch_1()
     put = store.internal_kv_put
 
     def put_and_lose(key, *args, **kwargs):
@@ -386,6 +424,6 @@ def test_layouts_of_receivers_go_over_to_the_next_epoch(make_store):
     sweep("another")
     for worker in ("one", "two"):
         version = publish(store, "name", worker)
-        assert {signature, version.signature} < set(VersionDirectory("name").all_layouts())
+        assert {signature, version.signature} < {signature for _, signature in VersionDirectory("name").listed()[1]}
         assert VersionDirectory("name").layouts(signature, version.epoch) == COLUMNS
     assert not [record for record in store.records("name") if "/00000001" in record or "/00000000" in record]

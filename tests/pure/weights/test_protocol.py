@@ -22,7 +22,7 @@ from raycollect.weights.protocol import (
     Version,
 )
 from raycollect.weights.publication import Publication
-from raycollect.weights.ranks import Job
+from raycollect.weights.ranks import Job, Update
 from raycollect.weights.subscription import Subscription
 from raycollect.weights.turns import Turns
 from tests.pure.weights.world import ATOMS, DRIVER, RANKS, World, digest, is_whole, restarted, steps
@@ -150,8 +150,7 @@ def test_pain_2_after_any_fault_readers_that_live_can_have_the_version_while_a_h
 
 
 def test_a_rank_that_has_verified_and_then_dies_costs_the_others_nothing():
-    update, tell = protocol.begin_update(V1, 2)
-    assert tell is Tell.STAGE
+    update = protocol.begin_update(V1, 2)
     for event, expected in [
         (RankVerified(0, V1.digests), None),
         (RankLost(0), None),  # nothing is due from it: that it is gone shows when it is told to show
@@ -166,7 +165,7 @@ def test_a_rank_that_has_verified_and_then_dies_costs_the_others_nothing():
 
 def test_pain_2_whether_some_show_a_version_for_which_others_are_late():
     def after(*events):
-        job = Job(round=protocol.begin_update(V1, 3)[0], errors={})
+        job = Job(round=protocol.begin_update(V1, 3), errors={})
         for event in events:
             job.round, _ = protocol.advance(job.round, event)
         job.end_late()
@@ -212,9 +211,10 @@ def test_whatever_keeps_a_group_from_a_version_the_others_have_it_and_all_is_tol
         def __init__(self, outcome):
             self.outcome, self._id, self._turns = outcome, str(id(self)), Turns("policy")
             self._directory = SimpleNamespace(within=lambda *_: nullcontext(), holders=lambda version: [])
+            self._directory.post_holders = lambda version, holders: None
 
         def _job(self, version, records, left_s):
-            return Job(round=protocol.begin_update(version, 1)[0], errors={})
+            return Update(round=protocol.begin_update(version, 1), errors={}, tell=None, read=None)
 
         def _finish(self, job, began_s, timeout_s):
             if isinstance(self.outcome, Exception):

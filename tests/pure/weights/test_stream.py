@@ -45,9 +45,10 @@ def test_an_update_that_failed_raises_its_own_error_where_no_newer_version_can_b
 
     sub = SimpleNamespace(_find=find, _finish=finish, _directory=SimpleNamespace(holders=lambda version: []))
     sub._job = lambda *args: Update(round=DONE, errors={}, tell=None, read=None)
-    sub._directory.keep_layouts = lambda epoch: None
+    sub._directory.keep_layouts = lambda epoch, listed: None
+    sub._directory.post_holders = lambda version, holders: None
     sub.name = "policy"
-    updates = _Updates([sub], "latest", 1.0, V1)
+    updates = _Updates([sub], "latest", 1.0, V1, (), ())
     updates.run()
     with pytest.raises(VersionNotWholeError):
         updates.receipts()
@@ -76,6 +77,7 @@ def test_receiver_groups_come_in_whatever_can_be_iterated_over(monkeypatch):
     """As the values of a dict, of which a stream has always made a list."""
     pub, sub = Publication.__new__(Publication), Subscription.__new__(Subscription)
     pub.name, pub._ranks, pub._last = "policy", SimpleNamespace(layouts=LAYOUTS), V1
+    pub._held, pub._listed = [], None
     sub.name, sub._check = "policy", lambda layouts: None
     monkeypatch.setattr(publication, "update_all", lambda groups, *_, **__: list(groups))
     for given in ([sub], {1: sub}.values(), {sub}, iter([sub])):

@@ -122,8 +122,8 @@ def _drivers(world: World, most_puts: int, most_updates: int) -> Iterator[tuple[
         some = min(world.update.waiting)
         yield "the driver's time is over", _hear(world, DRIVER, RankFailed(some))
     if world.posted and world.updates < most_updates and (world.update is None or world.update.is_over):
-        update, tell = protocol.begin_update(world.posted, RANKS)
-        yield "update", _tell(replace(world, update=update, updates=world.updates + 1), tell, update.waiting)
+        update = protocol.begin_update(world.posted, RANKS)
+        yield "update", _tell(replace(world, update=update, updates=world.updates + 1), Tell.STAGE, update.waiting)
 
 
 def _seal(left: World, world: World, rank: int) -> Iterator[tuple[str, World]]:
