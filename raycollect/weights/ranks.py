@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -12,6 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from raycollect.backends import arrays
 from raycollect.channel import DataClient
 from raycollect.channel.messages import Look, Seen
 from raycollect.core.model import TENSOR, Address, Key
@@ -33,11 +36,14 @@ from raycollect.errors import (
     strip_traceback,
     wrong_argument,
 )
-from raycollect.errors.text import a_type, not_a_name
+from raycollect.errors.text import a_type, not_a_name, shown
 from raycollect.group.watchdog import report_of
-from raycollect.planner.layout import Layout, layout
+from raycollect.member.participant import own_participant
+from raycollect.planner.layout import Layout, Regions, layout
+from raycollect.planner.layout_arguments import dtype_name
+from raycollect.planner.reshard.matching import CONVERTED
 from raycollect.planner.reshard.request import local_tensors
-from raycollect.pos import Range
+from raycollect.pos import Container, Range
 from raycollect.pos.handle import Handle
 from raycollect.ray_bridge import ray_actors, ray_session
 from raycollect.weights import agent, protocol
@@ -57,68 +63,49 @@ _IN_ROUND = "/raycollect/weights/"  # in the stack of a process that runs an act
 
 
 class Ranks:
-    """The actors of one side, by rank, and the layouts of what their refs hold.
+    """The ranks of one side, and the layouts of their tensors.
 
     Args:
         op: The operation, for messages.
-        refs: One ref per rank; held as long as this object.
-        given: The layouts by name or pattern, or the layout of a tensor; None: DTensors have their own layouts, and
-            other tensors are replicated.
-        timeout_s: How long the methods that return the refs may take.
-
-    Raises:
-        RefusedError: Invalid refs or layouts.
-        CollectiveTimeoutError: The methods are late.
+        handles: The tensors of each rank.
+        layouts: The layouts by name.
+        lock: The lock of each actor, or None.
     """
 
-    def __init__(self, op: str, refs: Sequence[Any], given: Any, timeout_s: float) -> None:
-        if not isinstance(refs, (list, tuple)) or not refs or not all(isinstance(ref, ray.ObjectRef) for ref in refs):
-            raise refusal(op, "", (wrong_argument("list of refs", _describe(refs), "one ObjectRef per rank"),))
+    def __init__(self, op: str, handles: Sequence[Handle], layouts: Layouts, lock: Any) -> None:
         self.op = op
-        self.refs: list[Any] = list(refs)
-        handles, violations = held_values.handles_of(dict(enumerate(refs)), timeout_s, op, "")
-        if violations:
-            raise refusal(op, "", tuple(violations))
-        self.handles: list[Handle] = [handles[rank] for rank in range(len(refs))]
-        self.layouts: Layouts = _layouts(op, self.handles, given)
-        self.actors: list[Any] = [self._actor(rank, handle) for rank, handle in enumerate(self.handles)]
+        self.handles: list[Handle] = list(handles)
+        self.layouts: Layouts = layouts
+        self._lock = lock
+        self._overlapping: frozenset[int] = frozenset()  # the ranks of actors whose methods overlap, from `check` on
         self.members: list[Holder] = []  # their processes, from `attach` on
         self.shown: list[Version | None] = []  # the versions that they showed then
 
     def __len__(self) -> int:
-        return len(self.refs)
-
-    def _actor(self, rank: int, handle: Handle) -> Any:
-        if handle.actor_id == ray_actors.current_actor_id():
-            raise SelfDrivenError(actor=handle.actor)
-        actor = ray_actors.actor_handle(handle.actor_id)
-        if actor is None:
-            expected = "one of whose actor this process has a handle"
-            violation = Violation(
-                kind="foreign", rank=rank, field="ref", found="of an actor unknown here", expected=expected
-            )
-            raise refusal(self.op, "", (violation,))
-        return actor
+        return len(self.handles)
 
     def call(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function in a rank's actor, in order of its queue; returns the ref."""
-        return self.actors[rank].__ray_call__.options(max_task_retries=0).remote(function, *args)
+        """Calls a function in a rank's process, in order of these calls; returns a ref of the result."""
+        raise NotImplementedError
 
     def items(self, rank: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a generator function in a rank's actor, in order of its queue; returns the generator of refs."""
-        method = self.actors[rank]._raycollect_items
-        return method.options(num_returns="streaming", max_task_retries=0).remote(function, *args, **kwargs)
+        """Calls a generator function in a rank's process, as `call` does; returns a generator of refs."""
+        raise NotImplementedError
 
     def keys(self, rank: int) -> frozenset[str]:
         """Returns the names of a rank's local tensors."""
         return frozenset(tensor.key for tensor in local_tensors(tuple(self.layouts.items())).get(rank, ()))
 
-    def check(self) -> None:
+    def check(self, *, is_inplace: bool = False) -> None:
         """Raises if a rank can't take part, before any rank leaves another side."""
-        args = [(self.op, handle.key, self.layouts, rank) for rank, handle in enumerate(self.handles)]
-        answers = self._answers([self.call(rank, agent.check_side, *arguments) for rank, arguments in enumerate(args)])
+        refs = [
+            self.call(rank, agent.check_side, self.op, handle.key, self.layouts, rank, self._lock, is_inplace)
+            for rank, handle in enumerate(self.handles)
+        ]
+        answers: list[tuple[list[Range], bool]] = self._answers(refs)
+        self._overlapping = frozenset(rank for rank, (_, overlaps) in enumerate(answers) if overlaps)
         owners: dict[tuple[str, Range], int] = {}  # by actor and memory range: the rank of the tensor
-        for rank, (handle, spans) in enumerate(zip(self.handles, answers, strict=True)):
+        for rank, (handle, (spans, _)) in enumerate(zip(self.handles, answers, strict=True)):
             for span in spans:
                 if (owner := owners.setdefault((handle.actor_id, span), rank)) != rank:
                     actual, expected = f"in the memory of rank {owner}'s", "tensors of its own for each rank"
@@ -129,7 +116,7 @@ class Ranks:
         self, function: Callable[..., Attached], args: Callable[[int], tuple[Any, ...]], undo: tuple[Any, ...]
     ) -> None:
         """Calls a function in all actors. If it raises in any of them, all call `undo` and the error is raised."""
-        refs = [self.call(rank, function, *args(rank)) for rank in range(len(self))]
+        refs = [self.call(rank, function, *args(rank), self._lock) for rank in range(len(self))]
         try:
             attached: list[Attached] = self._answers(refs)
         except BaseException:
@@ -183,6 +170,151 @@ class Ranks:
             has_begun = seen is not None and not seen.doing and any(_IN_ROUND in line for line in seen.stack)
             reports.append(report_of(rank, member.actor, seen, has_begun=has_begun, awaited_s=0.0))
         return tuple(reports)
+
+
+class ActorRanks(Ranks):
+    """Ranks that are actors, by one ref of each; the refs are held as long as this object."""
+
+    def __init__(self, op: str, refs: Sequence[Any], handles: Sequence[Handle], layouts: Layouts, lock: Any) -> None:
+        super().__init__(op, handles, layouts, lock)
+        self._refs = list(refs)
+        self._actors = [self._actor(rank, handle) for rank, handle in enumerate(handles)]
+
+    def _actor(self, rank: int, handle: Handle) -> Any:
+        if handle.actor_id == ray_actors.current_actor_id():
+            raise SelfDrivenError(actor=handle.actor)
+        actor = ray_actors.actor_handle(handle.actor_id)
+        if actor is None:
+            expected = "one of whose actor this process has a handle"
+            violation = Violation(
+                kind="foreign", rank=rank, field="ref", found="of an actor unknown here", expected=expected
+            )
+            raise refusal(self.op, "", (violation,))
+        return actor
+
+    def call(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
+        """See `Ranks`."""
+        if rank in self._overlapping:
+            method = self._actors[rank]._raycollect_result
+            return method.options(max_task_retries=0).remote(agent.one_at_a_time, function, *args)
+        return self._actors[rank].__ray_call__.options(max_task_retries=0).remote(function, *args)
+
+    def items(self, rank: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """See `Ranks`."""
+        if rank in self._overlapping:
+            expected = "put(): an actor whose methods overlap streams no parts"
+            violation = Violation(kind="unsupported", rank=rank, field="stream.call", found="called", expected=expected)
+            raise refusal(self.op, "", (violation,))
+        method = self._actors[rank]._raycollect_items
+        return method.options(num_returns="streaming", max_task_retries=0).remote(function, *args, **kwargs)
+
+
+class OwnRank(Ranks):
+    """The only rank of a side, which is the calling process; calls run at once, in the calling thread."""
+
+    def __init__(self, op: str, handle: Handle, layouts: Layouts, lock: Any) -> None:
+        super().__init__(op, [handle], layouts, lock)
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            loop = None
+        self._process = agent.OwnProcess(loop)
+
+    def call(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
+        """See `Ranks`."""
+        try:
+            result = function(self._process, *args)
+        except Exception as exc:  # noqa: BLE001 - raised where the ref is read, as by a task
+            result = RayTaskError(function.__name__, "", exc)
+        return ray.put(result)
+
+    def items(self, rank: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """See `Ranks`."""
+        expected = "put(), or part(): a process streams no methods of its own"
+        raise refusal(
+            self.op, "", (Violation(kind="unsupported", field="stream.call", found="called", expected=expected),)
+        )
+
+
+def ranks_of(
+    op: str,
+    given: Any,
+    layouts: Any,
+    *,
+    timeout_s: float,
+    lock: Any = None,
+    dtype: Any = None,
+    rank: int | None = None,
+) -> Ranks:
+    """Returns the ranks of a side.
+
+    Args:
+        op: The operation, for messages.
+        given: One ref per rank, or tensors of the calling process, which is then the only rank.
+        layouts: The layouts by name or pattern, or the layout of a tensor; None: DTensors have their own layouts, and
+            other tensors are replicated.
+        timeout_s: How long the methods that return the refs may take.
+        lock: The name of a lock of each actor, or a lock of the calling process; None for none.
+        dtype: The dtype to which floats are converted; ``"auto"``: that of each tensor; None: they are not.
+        rank: The rank of the layouts that the calling process has, if `given` are tensors; None: the only one.
+
+    Raises:
+        RefusedError: Invalid refs, tensors, layouts or arguments.
+        CollectiveTimeoutError: The methods are late.
+    """
+    if not isinstance(given, (list, tuple)) or not any(isinstance(ref, ray.ObjectRef) for ref in given):
+        container = Container.of(given, arrays.is_tensor)
+        if container is not None:
+            handle = own_participant().keep(Key(secrets.token_bytes(28)), container)
+            own = _layouts(op, [handle], layouts if rank is None else _of_rank(op, layouts, rank))
+            return OwnRank(op, handle, _with_dtype(op, own, dtype), lock)
+    if rank is not None:
+        raise refusal(op, "", (wrong_argument("rank", shown(rank), "None: refs are given, one per rank"),))
+    if not isinstance(given, (list, tuple)) or not given or not all(isinstance(ref, ray.ObjectRef) for ref in given):
+        expected = "one ObjectRef per rank, or tensors of this process"
+        raise refusal(op, "", (wrong_argument("list of refs", _describe(given), expected),))
+    if lock is not None and (wrong := not_a_name(lock)):
+        raise refusal(op, "", (wrong_argument("lock", wrong, "the name of an attribute of the actors"),))
+    found, violations = held_values.handles_of(dict(enumerate(given)), timeout_s, op, "")
+    if violations:
+        raise refusal(op, "", tuple(violations))
+    handles = [found[rank] for rank in range(len(given))]
+    return ActorRanks(op, given, handles, _with_dtype(op, _layouts(op, handles, layouts), dtype), lock)
+
+
+def _of_rank(op: str, given: Any, rank: int) -> Any:
+    """Returns layouts with the regions of one rank only, which becomes the only rank."""
+    named = {"": given} if isinstance(given, Layout) else given
+    if not isinstance(named, Mapping) or not all(isinstance(value, Layout) for value in named.values()):
+        raise refusal(op, "", (wrong_argument("layout", a_type(given), "the layouts of all ranks, as rank is given"),))
+    most = min((value.world_size for value in named.values()), default=0)
+    if type(rank) is not int or not 0 <= rank < most:
+        raise refusal(op, "", (wrong_argument("rank", shown(rank), f"a rank of the layouts, below {most}"),))
+    mine = {
+        name: (value, tuple(replace(region, rank=0) for region in value.regions.of_rank.get(rank, ())))
+        for name, value in named.items()
+    }
+    return {
+        name: replace(value, regions=Regions(1, value.regions.parts, rows))
+        for name, (value, rows) in mine.items()
+        if rows
+    }
+
+
+def _with_dtype(op: str, layouts: Layouts, dtype: Any) -> Layouts:
+    """Returns layouts of a receiver whose floats are converted to a dtype."""
+    if dtype is None:
+        return layouts
+    name = dtype_name(dtype)
+    if name == "auto":
+        return {key: replace(layout, converts=True) for key, layout in layouts.items()}
+    if name not in CONVERTED:
+        expected = f"'auto', or one of {', '.join(CONVERTED)}"
+        raise refusal(op, "", (wrong_argument("dtype", shown(dtype), expected),))
+    return {
+        key: replace(layout, dtype=name, converts=True) if layout.dtype in CONVERTED else layout
+        for key, layout in layouts.items()
+    }
 
 
 def _look(address: Address, limit_s: float) -> Seen | None:

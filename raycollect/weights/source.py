@@ -20,6 +20,7 @@ from raycollect.planner.boxes import volume
 from raycollect.pos import Container, Store
 from raycollect.weights import atoms, digests
 from raycollect.weights.atoms import AtomPart, Layouts
+from raycollect.weights.exclusion import Exclusion
 from raycollect.weights.local_side import LocalSide
 from raycollect.weights.protocol import Atom, Digests, Version
 
@@ -83,7 +84,12 @@ class Source:
 
     A version shares the copies of tensors that have not changed since the version before. A copy is written again when
     no version has it, unless a receiver still reads it: then the receiver keeps it, and another copy is allocated.
+
+    Attributes:
+        exclusion: Excludes the methods of the actor.
     """
+
+    exclusion: Exclusion
 
     def __init__(self, here: Participant, container: Container, layouts: Layouts, rank: int, actor: Any = None) -> None:
         self._here = here
