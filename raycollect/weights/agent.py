@@ -309,6 +309,20 @@ def shown(subscription: str) -> tuple[bool, Version | None]:
     return bool(ranks), shown_by_all(receiver.state.shown for receiver in ranks)
 
 
+@dataclass(frozen=True, slots=True)
+class RankSubscription:
+    """A subscription in the process of a rank."""
+
+    name: str
+    _id: str
+    _version: Version | None
+
+    def version(self) -> Version | None:
+        """As `Subscription.version`."""
+        is_rank, version = shown(self._id)
+        return version if is_rank else self._version
+
+
 def _source(name: str, rank: int, version: Version) -> Source:
     with _locked() as agents:
         current, sources = _sources(agents, name)

@@ -121,9 +121,9 @@ class Exclusion:
         """Returns the event loop in which a coroutine can hold a lock while this thread waits."""
         if self._loop is not None and _running_loop() is not self._loop:
             return self._loop
-        found = f"a lock of asyncio {'without an event loop' if self._loop is None else 'in a call of its event loop'}"
+        actual = f"a lock of asyncio {'without an event loop' if self._loop is None else 'in a call of its event loop'}"
         expected = "a lock of threading" if self._loop is None else "await asyncio.to_thread(...) of this call"
-        violation = Violation(kind="unsupported", rank=self._rank, field="lock", found=found, expected=expected)
+        violation = Violation(kind="unsupported", rank=self._rank, field="lock", found=actual, expected=expected)
         raise refusal(self._op, "", (violation,))
 
 

@@ -35,8 +35,9 @@ from raycollect.ray_bridge import ray_actors, ray_cluster, ray_session
 from raycollect.weights import agent, atoms
 from raycollect.weights.directory import Atoms, Holder, VersionDirectory, sweep
 from raycollect.weights.protocol import Atom, Phase, Version
-from raycollect.weights.ranks import ATTACH_S, Job, Ranks, ranks_of, why_over, wrong_name
+from raycollect.weights.ranks import ATTACH_S, Job, Ranks, why_over, wrong_name
 from raycollect.weights.receipts import Receipt
+from raycollect.weights.sides import ranks_of
 from raycollect.weights.stream import Stream
 from raycollect.weights.subscription import Subscription, update_all
 from raycollect.weights.turns import Turns

@@ -45,8 +45,9 @@ from raycollect.weights.protocol import (
     Tell,
     Version,
 )
-from raycollect.weights.ranks import ATTACH_S, Job, Ranks, Update, drive, ranks_of, why_over, wrong_name
+from raycollect.weights.ranks import ATTACH_S, Job, Ranks, Update, drive, why_over, wrong_name
 from raycollect.weights.receipts import Receipt
+from raycollect.weights.sides import ranks_of
 from raycollect.weights.turns import Turns
 
 
@@ -83,7 +84,10 @@ def subscribe(
     Raises:
         LayoutError, UnsupportedError, ReadOnlyError, AliasError, RefusedError: As `publish`.
     """
-    return Subscription(name, dst_refs, layout, inplace=inplace, lock=lock, dtype=dtype, rank=rank)
+    refuse("subscribe", [*wrong_name(name), *wrong_flags(inplace=inplace)])
+    ensure_ray("subscribe", dst_refs)
+    ranks = ranks_of("subscribe", dst_refs, layout, timeout_s=ATTACH_S, lock=lock, dtype=dtype, rank=rank)
+    return Subscription(name, ranks, inplace=bool(inplace))
 
 
 class Subscription:
@@ -96,18 +100,12 @@ class Subscription:
     _is_open = True
     _session: Any = None
 
-    def __init__(
-        self, name: str, dst_refs: Sequence[Any], layout: Any, *, inplace: bool, lock: Any, dtype: Any, rank: int | None
-    ) -> None:
-        refuse("subscribe", [*wrong_name(name), *wrong_flags(inplace=inplace)])
-        ensure_ray("subscribe", dst_refs)
+    def __init__(self, name: str, ranks: Ranks, *, inplace: bool) -> None:
         self._session = ray_session.core_worker() if ray_session.is_connected() else None
         self.name = name
         self._id = secrets.token_hex(8)
-        self._inplace = inplace = bool(inplace)
-        self._ranks: Ranks = ranks_of(
-            "subscribe", dst_refs, layout, timeout_s=ATTACH_S, lock=lock, dtype=dtype, rank=rank
-        )
+        self._inplace = inplace
+        self._ranks = ranks
         faults = tuple(atoms.target_faults(self._ranks.layouts))
         if faults:
             raise refusal("subscribe", "", faults)
@@ -314,24 +312,10 @@ class Subscription:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Elsewhere, (self.name, self._id, self._version)
+        return agent.RankSubscription, (self.name, self._id, self._version)
 
     def __repr__(self) -> str:
         return f"<Subscription to {self.name!r}, {len(self._ranks)} ranks, version {self.version()}>"
-
-
-@dataclass(frozen=True, slots=True)
-class _Elsewhere:
-    """A subscription in the process of a rank."""
-
-    name: str
-    _id: str
-    _version: Version | None
-
-    def version(self) -> Version | None:
-        """As `Subscription.version`."""
-        is_rank, version = agent.shown(self._id)
-        return version if is_rank else self._version
 
 
 def update_all(
