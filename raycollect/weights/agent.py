@@ -103,11 +103,11 @@ def check_side(
 
 
 def attach_source(
-    actor: Any, name: str, epoch: int, key: Key, layouts: Layouts, rank: int, lock: Any = None
+    actor: Any, name: str, epoch: int, key: Key, layouts: Layouts, rank: int, dtype: str = "", lock: Any = None
 ) -> Attached:
-    """Makes this process a rank of a publisher, and ends its ranks of earlier epochs."""
+    """Makes this process a rank of a publisher, and ends its ranks of earlier epochs; `dtype` as in `Ranks`."""
     member, exclusion = _member(actor, "publish", rank, lock)
-    source = Source(this_participant(), _held(key), layouts, rank, actor)
+    source = Source(this_participant(), _held(key), layouts, rank, actor, dtype)
     source.exclusion = exclusion
     with _locked() as agents:
         current, sources = _sources(agents, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ from raycollect.errors import (
 )
 from raycollect.errors.text import not_a_name
 from raycollect.group.watchdog import report_of
+from raycollect.planner.reshard.matching import CONVERTED
 from raycollect.planner.reshard.request import local_tensors
 from raycollect.pos import Range
 from raycollect.pos.handle import Handle
@@ -59,14 +60,24 @@ class Ranks:
     Args:
         op: The operation, for messages.
         handles: The tensors of each rank.
-        layouts: The layouts by name.
+        layouts: The layouts of these tensors, by name.
         lock: The lock of each actor, or None.
+        dtype: The dtype as which a publisher's floats are put; empty: their own.
+
+    Attributes:
+        layouts: The layouts of the versions.
+        held_layouts: The layouts of the tensors, which only differ in the dtype.
     """
 
-    def __init__(self, op: str, handles: Sequence[Handle], layouts: Layouts, lock: Any) -> None:
+    def __init__(self, op: str, handles: Sequence[Handle], layouts: Layouts, lock: Any, dtype: str = "") -> None:
         self.op = op
         self.handles: list[Handle] = list(handles)
-        self.layouts: Layouts = layouts
+        self.held_layouts: Layouts = layouts
+        self.dtype: str = dtype
+        self.layouts: Layouts = {
+            name: replace(layout, dtype=dtype) if dtype and layout.dtype in CONVERTED else layout
+            for name, layout in layouts.items()
+        }
         self._lock = lock
         self._overlapping: frozenset[int] = frozenset()  # the ranks of actors whose methods overlap, from `check` on
         self.members: list[Holder] = []  # their processes, from `attach` on
@@ -90,7 +101,7 @@ class Ranks:
     def check(self, *, is_inplace: bool = False) -> None:
         """Raises if a rank can't take part, before any rank leaves another side."""
         refs = [
-            self.call(rank, agent.check_side, self.op, handle.key, self.layouts, rank, self._lock, is_inplace)
+            self.call(rank, agent.check_side, self.op, handle.key, self.held_layouts, rank, self._lock, is_inplace)
             for rank, handle in enumerate(self.handles)
         ]
         answers: list[tuple[list[Range], bool]] = self._answers(refs)

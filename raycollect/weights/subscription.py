@@ -47,7 +47,7 @@ from raycollect.weights.protocol import (
 )
 from raycollect.weights.ranks import ATTACH_S, Job, Ranks, Update, drive, why_over, wrong_name
 from raycollect.weights.receipts import Receipt
-from raycollect.weights.sides import ranks_of
+from raycollect.weights.side_ranks import ranks_of
 from raycollect.weights.turns import Turns
 
 

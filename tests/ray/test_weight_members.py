@@ -184,3 +184,32 @@ def test_rollouts_of_another_dtype_ask_for_it_by_its_name(actors, name, dtype):
         with col.subscribe(name, [ref], dtype=dtype) as sub:
             assert sub.update().version.number == 1
             assert ray.get(rollout.look.remote(sub)) == ([1.5], 1)
+
+
+def test_a_trainer_puts_its_floats_in_the_dtype_of_its_rollouts(actors, name):
+    trainer, rollout = actors(Weights, 2)
+    ref = trainer.make.remote(SHAPES)
+    with pytest.raises(errors.InvalidArgumentError):
+        col.publish([ref], name, dtype="auto")
+    with (
+        col.publish([ref], name, dtype="float16") as pub,
+        col.subscribe(name, [rollout.make.remote(SHAPES, "float16")]) as sub,
+    ):
+        for number in (1, 2, 2):
+            trainer.fill.remote(number)
+            assert pub.put().nbytes == sum(2 * int(np.prod(shape)) for shape in SHAPES.values())
+            receipt = sub.update()
+            assert receipt.version.dtypes["up"] == "float16"
+            assert ray.get(rollout.look.remote(sub))[0] == [float(number)]
+        assert receipt.nbytes == 0  # the last version has the same bits
+
+
+def test_floats_of_torch_are_put_as_bfloat16_and_other_tensors_as_they_are(name):
+    torch = pytest.importorskip("torch")
+    mine = {"w": torch.full((8, 6), 1.5), "steps": torch.arange(3)}
+    target = {"w": torch.zeros(8, 6, dtype=torch.bfloat16), "steps": torch.zeros(3, dtype=torch.int64)}
+    with col.publish(mine, name, dtype=torch.bfloat16) as pub, col.subscribe(name, target) as sub:
+        assert pub.put().nbytes == 2 * 48 + 8 * 3
+        sub.update()
+        assert torch.equal(target["w"].float(), mine["w"])
+        assert torch.equal(target["steps"], mine["steps"])

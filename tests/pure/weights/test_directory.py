@@ -23,7 +23,7 @@ from raycollect.weights import directory
 from raycollect.weights.directory import Holder, VersionDirectory, sweep
 from raycollect.weights.protocol import Phase, Version, VersionRound
 from raycollect.weights.publication import Publication
-from raycollect.weights.ranks import Job
+from raycollect.weights.ranks import Job, Ranks
 from raycollect.weights.subscription import Subscription
 from raycollect.weights.turns import Turns
 
@@ -176,7 +176,7 @@ def test_a_put_whose_record_may_be_there_is_not_put_again_under_its_number(make_
     store = make_store()
     pub = Publication.__new__(Publication)
     pub.name, pub.epoch, pub._signature, pub._publisher, pub._turns = "policy", 1, b"", "", Turns("policy")
-    pub._ranks = type("Ranks", (), {"layouts": LAYOUTS, "__len__": lambda self: 0})()
+    pub._ranks = Ranks("publish", [], LAYOUTS, None)
     pub._directory = VersionDirectory("policy")
     pub._directory.keep_epoch(1, "p")
     pub._cut, pub._places = (frozenset(), ()), {}
@@ -208,7 +208,7 @@ def bare_publication(monkeypatch, epochs):
         if (epoch := epochs.pop(0)) > pub.epoch:
             raise PublisherReplacedError(name="policy", detail=f"epoch {epoch} has begun")
 
-    pub._ranks = type("Ranks", (), {"layouts": LAYOUTS, "handles": [], "attach": attach, "members": {}})()
+    pub._ranks = type("Known", (Ranks,), {"attach": attach})("publish", [], LAYOUTS, None)
     monkeypatch.setattr(ray_session, "worker_id", lambda: "p")
     return pub
 

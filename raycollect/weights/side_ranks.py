@@ -32,8 +32,8 @@ from raycollect.weights.ranks import Ranks
 class ActorRanks(Ranks):
     """Ranks that are actors, by one ref of each; the refs are held as long as this object."""
 
-    def __init__(self, op: str, refs: Sequence[Any], handles: Sequence[Handle], layouts: Layouts, lock: Any) -> None:
-        super().__init__(op, handles, layouts, lock)
+    def __init__(self, op: str, refs: Sequence[Any], handles: Sequence[Handle], *args: Any) -> None:
+        super().__init__(op, handles, *args)
         self._refs = list(refs)
         self._actors = [self._actor(rank, handle) for rank, handle in enumerate(handles)]
 
@@ -69,8 +69,8 @@ class ActorRanks(Ranks):
 class OwnRank(Ranks):
     """The only rank of a side, which is the calling process; calls run at once, in the calling thread."""
 
-    def __init__(self, op: str, handle: Handle, layouts: Layouts, lock: Any) -> None:
-        super().__init__(op, [handle], layouts, lock)
+    def __init__(self, op: str, handle: Handle, *args: Any) -> None:
+        super().__init__(op, [handle], *args)
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
@@ -112,7 +112,8 @@ def ranks_of(
             other tensors are replicated.
         timeout_s: How long the methods that return the refs may take.
         lock: The name of a lock of each actor, or a lock of the calling process; None for none.
-        dtype: The dtype to which floats are converted; ``"auto"``: that of each tensor; None: they are not.
+        dtype: The dtype as which floats are put, or to which a receiver converts them; ``"auto"``: in a receiver, that
+            of each tensor; None: its own.
         rank: The rank of the layouts that the calling process has, if `given` are tensors; None: the only one.
 
     Raises:
@@ -124,7 +125,7 @@ def ranks_of(
         if container is not None:
             handle = own_participant().keep(Key(secrets.token_bytes(28)), container)
             own = _layouts(op, [handle], layouts if rank is None else _of_rank(op, layouts, rank))
-            return OwnRank(op, handle, _with_dtype(op, own, dtype), lock)
+            return OwnRank(op, handle, *_with_dtype(op, own, dtype, lock))
     if rank is not None:
         raise refusal(op, "", (wrong_argument("rank", shown(rank), "None: refs are given, one per rank"),))
     if not isinstance(given, (list, tuple)) or not given or not all(isinstance(ref, ray.ObjectRef) for ref in given):
@@ -136,7 +137,7 @@ def ranks_of(
     if violations:
         raise refusal(op, "", tuple(violations))
     handles = [by_rank[rank] for rank in range(len(given))]
-    return ActorRanks(op, given, handles, _with_dtype(op, _layouts(op, handles, layouts), dtype), lock)
+    return ActorRanks(op, given, handles, *_with_dtype(op, _layouts(op, handles, layouts), dtype, lock))
 
 
 def _of_rank(op: str, given: Any, rank: int) -> Any:
@@ -158,20 +159,22 @@ def _of_rank(op: str, given: Any, rank: int) -> Any:
     }
 
 
-def _with_dtype(op: str, layouts: Layouts, dtype: Any) -> Layouts:
-    """Returns layouts of a receiver whose floats are converted to a dtype."""
-    if dtype is None:
-        return layouts
-    name = dtype_name(dtype)
-    if name == "auto":
-        return {key: replace(layout, converts=True) for key, layout in layouts.items()}
-    if name not in CONVERTED:
-        expected = f"'auto', or one of {', '.join(CONVERTED)}"
-        raise refusal(op, "", (wrong_argument("dtype", shown(dtype), expected),))
-    return {
-        key: replace(layout, dtype=name, converts=True) if layout.dtype in CONVERTED else layout
+def _with_dtype(op: str, layouts: Layouts, dtype: Any, lock: Any) -> tuple[Layouts, Any, str]:
+    """Returns the last arguments of `Ranks`: a receiver's layouts ask for the dtype, a publisher puts its floats so."""
+    name = "" if dtype is None else dtype_name(dtype)
+    is_auto = name == "auto" and op == "subscribe"
+    if name and not is_auto and name not in CONVERTED:
+        names = [*CONVERTED, "auto"] if op == "subscribe" else CONVERTED
+        raise refusal(op, "", (wrong_argument("dtype", shown(dtype), f"one of {', '.join(names)}"),))
+    if op == "publish" or not name:
+        return layouts, lock, name
+    converting = {
+        key: replace(layout, converts=True, dtype=layout.dtype if is_auto else name)
+        if layout.dtype in CONVERTED
+        else layout
         for key, layout in layouts.items()
     }
+    return converting, lock, ""
 
 
 def _describe(refs: object) -> str:
