@@ -225,7 +225,7 @@ def test_who_was_replaced_hears_so_whatever_its_actors_say(make_store, monkeypat
     pub, later = (bare_publication(monkeypatch, [0]) for _ in range(2))
     assert pub._begin()
     assert later._begin()
-    pub._ranks.members[0] = SimpleNamespace(actor="A")
+    pub._ranks.members = [SimpleNamespace(actor="A")]
     closed = VersionNotPutError(name="policy", detail="the publication was closed")
     job = Job(round=VersionRound(Version(1, 1), Phase.FAILED, frozenset()), errors={0: closed})
     with pytest.raises(PublisherReplacedError, match="epoch 2 has begun"):
