@@ -84,7 +84,7 @@ class SelfDrivenError(ControlError):
     _message = "{self.actor} drives a plan in which it takes part: its own method would have to end first."
     cure = (
         "put col.this_process() in its place, and its tensors in the place of their refs; or call from the driver or "
-        "another actor, or use the imperative API inside the members"
+        "another actor, or use the imperative API inside the members; publish and subscribe take tensors, too"
     )
 
 

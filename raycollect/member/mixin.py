@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import logging
 import sys
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from raycollect.core import threads
 from raycollect.engine.step_actions import Invoke
@@ -24,10 +27,16 @@ from raycollect.pos.handle import Handle
 from raycollect.ray_bridge import direct_transport, ray_actors, submitted_calls
 from raycollect.ray_bridge.call_tokens import LentToken
 
+_log = logging.getLogger("raycollect")
+
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _inside: ContextVar[bool] = ContextVar("raycollect_inside", default=False)
 """True during a method that Ray has called: calls from inside it are plain calls."""
+
+
+_wrapped: WeakSet[type] = WeakSet()
+"""The classes that `_warn_of_wrapper` has named."""
 
 
 def by_value(method: _Method) -> _Method:
@@ -52,6 +61,13 @@ class CollectiveParticipant:
     mixin needs no ``super().__init__()``.
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Warns if the instance is no actor, but in one."""
+        if not ray_actors.is_ray_class(cls):
+            _warn_of_wrapper(cls)
+        new: Any = super().__new__
+        return new(cls) if new is object.__new__ else new(cls, *args, **kwargs)
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         submitted_calls.see_calls()  # those that Ray may retry included
@@ -61,6 +77,7 @@ class CollectiveParticipant:
             # Ray makes this an async actor: a plain function would block its event loop.
             cls._raycollect_run = _run_program_async  # type: ignore[method-assign]
             cls._raycollect_capture = _capture_async  # type: ignore[method-assign,assignment]
+            cls._raycollect_result = _result_async  # type: ignore[method-assign]
         for name in dir(cls):
             if not name.startswith("_") and _is_method(cls, name):
                 setattr(cls, name, _hold(getattr(cls, name), name))
@@ -86,12 +103,28 @@ class CollectiveParticipant:
         """Runs a generator function, as `__ray_call__` runs a function."""
         yield from function(self, *args, **kwargs)
 
+    def _raycollect_result(self, function: Callable[..., Future[Any]], *args: Any) -> Any:
+        """Runs a function, as `__ray_call__` does, and returns the result of the future that it returns."""
+        return function(self, *args).result()
+
     def _raycollect_capture(self, payload: bytes, *values: Any) -> bool:
         here = this_participant()
         return here.leased().capture(payload, values, functools.partial(_invoker, here.methods, self, None))
 
     def _raycollect_look(self, capture: bytes) -> list[Any]:
         return this_participant().leased().captured_step(capture).runner.look()
+
+
+def _warn_of_wrapper(cls: type) -> None:
+    """Warns once of instances in an actor of another class, such as a replica of Serve: they are no participants."""
+    if cls not in _wrapped and ray_actors.current_actor_id():
+        _wrapped.add(cls)
+        _log.warning(
+            "%s is no participant, as Ray's actor is of another class (%s): its methods return plain values. Let its "
+            "methods make members' calls, or publish and subscribe their own tensors",
+            cls.__qualname__,
+            ray_actors.current_class(),
+        )
 
 
 async def _run_program_async(self: CollectiveParticipant, payload: bytes, *values: Any) -> Any:
@@ -103,6 +136,10 @@ async def _run_program_async(self: CollectiveParticipant, payload: bytes, *value
 async def _capture_async(self: CollectiveParticipant, payload: bytes, *values: Any) -> bool:
     here, loop = this_participant(), asyncio.get_running_loop()
     return here.leased().capture(payload, values, functools.partial(_invoker, here.methods, self, loop))
+
+
+async def _result_async(self: CollectiveParticipant, function: Callable[..., Future[Any]], *args: Any) -> Any:
+    return await asyncio.wrap_future(function(self, *args))
 
 
 def _is_async(method: Any) -> bool:

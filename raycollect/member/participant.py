@@ -152,9 +152,9 @@ class Participant:
 
     @classmethod
     def of_actor(cls, runtime: Runtime) -> Participant:
-        """The participant of this process's actor; called in one of its methods."""
+        """The participant of this process's actor, called in one of its methods, or of a driver or task."""
         actor_id = ray_actors.current_actor_id()
-        actor = ray_actors.short_actor(ray_actors.current_class(), actor_id)
+        actor = ray_actors.short_actor(ray_actors.current_class(), actor_id) if actor_id else "the driver"
         return cls(runtime, Identity.of_ray(actor_id, actor))
 
     @property
@@ -349,6 +349,16 @@ def _lender(link: ControlLink) -> bytes:
 def this_participant() -> Participant:
     """The participant of this process's actor, made on first use; called in one of its methods."""
     return this_runtime().part(Participant, Participant.of_actor)
+
+
+def own_participant() -> Participant:
+    """The participant of this process, which need be no actor, in the Ray that runs."""
+    here = this_participant()
+    if here.identity.incarnation != ray_session.worker_id():  # Ray was shut down, and begun again
+        here.close()
+        this_runtime().forget(Participant)
+        here = this_participant()
+    return here
 
 
 def describe(actor: Any) -> dict[str, Any]:

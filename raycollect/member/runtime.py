@@ -58,6 +58,11 @@ class Runtime:
                     part = self._parts[kind] = make(self)
         return part
 
+    def forget(self, kind: type[Any]) -> None:
+        """Lets the next `part` make a new one."""
+        with self._making:
+            self._parts.pop(kind, None)
+
     @contextmanager
     def entered(self) -> Iterator[None]:
         """A context in which calls of this thread use this runtime instead of the process's runtime.

@@ -1,17 +1,22 @@
 """The functions that a driver calls in the actors of publications and subscriptions; inside the actor.
 
 A driver calls these functions by `__ray_call__`, so they run in the order of the actor's queue, and no weights change
-while a method runs. `pos.fetch` serves reads of other processes while methods run.
+while a method runs. Where methods overlap, `one_at_a_time` calls them in a thread of their own, and the actor's lock
+excludes methods (`Exclusion`). `pos.fetch` serves reads of other processes while methods run.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any, cast
 
+from raycollect.core import threads
 from raycollect.core.model import Key
 from raycollect.errors import (
     PublisherReplacedError,
@@ -28,6 +33,7 @@ from raycollect.member.runtime import Runtime, this_runtime
 from raycollect.pos import Container, Range, held
 from raycollect.weights.atoms import Layouts
 from raycollect.weights.directory import Holder, Holders
+from raycollect.weights.exclusion import Exclusion
 from raycollect.weights.hosts import Loan
 from raycollect.weights.local_side import LocalSide
 from raycollect.weights.protocol import Atom, Digests, Version, shown_by_all
@@ -46,6 +52,8 @@ class _Agents:
         self.lock = threading.Lock()
         self.sources: dict[str, tuple[int, dict[int, Source]]] = {}  # by name: the epoch, and by rank
         self.receivers: dict[str, dict[int, Receiver]] = {}  # by subscription and rank
+        self.thread = threads.pool("raycollect-weights", 1)
+        self.loop: asyncio.AbstractEventLoop | None = None  # of an async actor
 
 
 @contextmanager
@@ -55,24 +63,53 @@ def _locked() -> Iterator[_Agents]:
         yield agents
 
 
+@dataclass(frozen=True, slots=True)
+class OwnProcess:
+    """Stands for the actor where a process publishes or subscribes tensors of its own.
+
+    It makes these calls itself, at moments of its choice, so only its lock excludes others. `loop` is the event loop in
+    which it began.
+    """
+
+    loop: asyncio.AbstractEventLoop | None
+
+
 Attached = tuple[Holder, Version | None]
 """The process of a rank, and the version that it shows already by an earlier subscription of the same tensors."""
 
 
-def check_side(actor: Any, op: str, key: Key, layouts: Layouts, rank: int) -> list[Range]:
+def one_at_a_time(actor: Any, function: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Calls one of these functions in the thread that calls all of them, as the actor's methods overlap.
+
+    The event loop of an async actor goes on meanwhile.
+    """
+    agents = this_runtime().part(_Agents, _Agents)
+    with suppress(RuntimeError):  # a threaded actor has no loop
+        agents.loop = asyncio.get_running_loop()
+    return threads.submit(agents.thread, function, actor, *args)
+
+
+def check_side(
+    actor: Any, op: str, key: Key, layouts: Layouts, rank: int, lock: Any = None, is_inplace: bool = False
+) -> tuple[list[Range], bool]:
     """Raises the errors of `attach_source` or `attach_receiver`, before any rank is attached.
 
-    Returns the memory ranges of the tensors that are to be written.
+    Returns the memory ranges of the tensors that are to be written, and whether the actor's methods overlap.
     """
     is_written = op == "subscribe"
-    _member(actor, op, rank)
+    _, exclusion = _member(actor, op, rank, lock, is_inplace=is_inplace)
     side = LocalSide(op, _held_to_be_written(key) if is_written else _held(key), layouts, rank, is_written=is_written)
-    return [span for span in side.ranges() if span[0] < span[1]] if is_written else []
+    spans = [span for span in side.ranges() if span[0] < span[1]] if is_written else []
+    return spans, exclusion.is_needed
 
 
-def attach_source(actor: Any, name: str, epoch: int, key: Key, layouts: Layouts, rank: int) -> Attached:
-    """Makes this process a rank of a publisher, and ends its ranks of earlier epochs."""
-    member, source = _member(actor, "publish", rank), Source(this_participant(), _held(key), layouts, rank, actor)
+def attach_source(
+    actor: Any, name: str, epoch: int, key: Key, layouts: Layouts, rank: int, dtype: str = "", lock: Any = None
+) -> Attached:
+    """Makes this process a rank of a publisher, and ends its ranks of earlier epochs; `dtype` as in `Ranks`."""
+    member, exclusion = _member(actor, "publish", rank, lock)
+    source = Source(this_participant(), _held(key), layouts, rank, actor, dtype)
+    source.exclusion = exclusion
     with _locked() as agents:
         current, sources = _sources(agents, name)
         if current > epoch:
@@ -101,8 +138,10 @@ def seal(
         PublisherReplacedError: A later publisher has taken this process.
         VersionNotPutError: No publisher has this process.
     """
-    with this_participant().methods.guard():
-        return _source(name, rank, version).seal(version, among, attempt, limit_s)
+    source, until_s = _source(name, rank, version), time.monotonic() + limit_s
+    with source.exclusion.guard():
+        left_s = max(until_s - time.monotonic(), 0.0)
+        return source.exclusion.run(lambda: source.seal(version, among, attempt, left_s), left_s)
 
 
 def seal_part(
@@ -110,8 +149,8 @@ def seal_part(
 ) -> tuple[Key, Digests]:
     """Calls `Source.seal_part`; raises the errors of `seal`."""
     source = _source(name, rank, version)
-    with this_participant().methods.guard(), _failing(source, version, attempt, "a part"):
-        return source.seal_part(version, among, attempt, part)
+    with source.exclusion.guard(), _failing(source, version, attempt, "a part"):
+        return source.exclusion.run(lambda: source.seal_part(version, among, attempt, part), WAIT_S)
 
 
 def seal_parts(
@@ -130,7 +169,7 @@ def seal_parts(
     Small parts are reported together: a report costs some ms of a core, here and in each receiver.
     """
     source = _source(name, rank, version)
-    with this_participant().methods.guard(), _failing(source, version, attempt, f"{method!r}"):
+    with source.exclusion.guard(), _failing(source, version, attempt, f"{method!r}"):
         source.begin(version, among, attempt)  # the method may yield nothing
         sealed: dict[Atom, bytes] = {}
         nbytes, told_s = 0, time.monotonic()
@@ -173,13 +212,13 @@ def _close(some: dict[int, Any]) -> None:
 
 
 def attach_receiver(
-    actor: Any, name: str, subscription: str, key: Key, layouts: Layouts, rank: int, inplace: bool
+    actor: Any, name: str, subscription: str, key: Key, layouts: Layouts, rank: int, inplace: bool, lock: Any = None
 ) -> Attached:
     """Makes this process a rank of a receiver group, and takes its tensors from any other group.
 
     If the other group has the same form, its receiver is taken over with its state.
     """
-    member = _member(actor, "subscribe", rank)
+    member, exclusion = _member(actor, "subscribe", rank, lock, is_inplace=inplace)
     receiver = Receiver(this_participant(), name, _held_to_be_written(key), layouts, rank, inplace=inplace, actor=actor)
     with _locked() as agents:
         for of, by_rank in agents.receivers.items():
@@ -191,6 +230,7 @@ def attach_receiver(
                     receiver = other
                 else:
                     other.withdraw()
+        receiver.exclusion = exclusion
         agents.receivers.setdefault(subscription, {})[rank] = receiver
     return member, receiver.state.shown
 
@@ -209,7 +249,7 @@ def stage(
     Also returns the keys of holders without the version, and what the receiver lends.
     """
     receiver = _receiver(subscription, rank)
-    with this_participant().methods.guard() if receiver.inplace else nullcontext():
+    with receiver.exclusion.guard() if receiver.inplace else nullcontext():
         return receiver.stage(version, holders, timeout_s, lends=lends), receiver.stale_holders, receiver.loan
 
 
@@ -231,10 +271,10 @@ def update(
         The results of `stage` and of `show`.
     """
     receiver = _receiver(subscription, rank)
-    with this_participant().methods.guard():
+    with receiver.exclusion.guard():
         receipt = receiver.stage(version, holders, timeout_s)
         left_s = until_s - time.monotonic()
-        key = receiver.show(version, left_s, is_fresh=True) if left_s > 0 else None
+        key = _show(receiver, version, left_s, is_fresh=receiver.exclusion.is_total) if left_s > 0 else None
     return receipt, receiver.stale_holders, key
 
 
@@ -245,8 +285,13 @@ def receive(actor: Any, subscription: str, rank: int, method: str, *args: Any) -
 
 def show(actor: Any, subscription: str, rank: int, version: Version, limit_s: float = WAIT_S) -> Key | None:
     """Calls `Receiver.show`, between two methods."""
-    with this_participant().methods.guard():
-        return _receiver(subscription, rank).show(version, limit_s)
+    receiver, until_s = _receiver(subscription, rank), time.monotonic() + limit_s
+    with receiver.exclusion.guard():
+        return _show(receiver, version, max(until_s - time.monotonic(), 0.0))
+
+
+def _show(receiver: Receiver, version: Version, limit_s: float, *, is_fresh: bool = False) -> Key | None:
+    return receiver.exclusion.run(lambda: receiver.show(version, limit_s, is_fresh=is_fresh), limit_s)
 
 
 def detach_receiver(actor: Any, subscription: str) -> None:
@@ -267,6 +312,20 @@ def shown(subscription: str) -> tuple[bool, Version | None]:
     with _locked() as agents:
         ranks = list(agents.receivers.get(subscription, {}).values())
     return bool(ranks), shown_by_all(receiver.state.shown for receiver in ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class RankSubscription:
+    """A subscription in the process of a rank."""
+
+    name: str
+    _id: str
+    _version: Version | None
+
+    def version(self) -> Version | None:
+        """As `Subscription.version`."""
+        is_rank, version = shown(self._id)
+        return version if is_rank else self._version
 
 
 def _source(name: str, rank: int, version: Version) -> Source:
@@ -308,10 +367,30 @@ def _held_to_be_written(key: Key) -> Container:
         return cast("Container", this_participant().store.current(key))
 
 
-def _member(actor: Any, op: str, rank: int) -> Holder:
-    member = describe(actor)
-    if not member["ordered"]:
+def _member(actor: Any, op: str, rank: int, lock: Any, *, is_inplace: bool = False) -> tuple[Holder, Exclusion]:
+    """Returns the record of this process, and what excludes its methods; raises as `attach_source`."""
+    here = this_participant()
+    is_own = isinstance(actor, OwnProcess)
+    is_ordered = not is_own and describe(actor)["ordered"]
+    if lock is None and not is_own and not is_ordered:
         actual = "async, threaded or with concurrency groups, so that its methods overlap"
-        raise refusal(op, "", (Violation(kind="unsupported", field="actor", found=actual, actor=member["actor"]),))
-    process = {name: member[name] for name in ("address", "actor", "incarnation", "machine")}
-    return Holder(rank=rank, is_publisher=op == "publish", **process)
+        expected = "lock=, the name of a lock of the actor that its methods hold while they use the tensors"
+        overlapping = Violation(kind="unsupported", field="actor", found=actual, expected=expected, actor=here.actor)
+        raise refusal(op, "", (overlapping,))
+    if lock is not None and is_inplace:
+        actual, expected = "True, with a lock", "False: an update in place would hold the lock while it reads"
+        raise refusal(op, "", (Violation(kind="unsupported", field="inplace", found=actual, expected=expected),))
+    holder = Holder(
+        address=here.address,
+        actor=here.actor,
+        incarnation=here.identity.incarnation,
+        rank=rank,
+        is_publisher=op == "publish",
+        machine=here.identity.machine,
+    )
+    if is_own:
+        return holder, Exclusion(op, rank, None, lock, loop=actor.loop)
+    if is_ordered:
+        return holder, Exclusion(op, rank, actor, lock, guard=here.methods.guard)
+    loop = this_runtime().part(_Agents, _Agents).loop
+    return holder, Exclusion(op, rank, actor, lock, loop=loop, is_needed=True)

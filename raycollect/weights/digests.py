@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 
 from raycollect.backends.arrays import Array
+from raycollect.backends.elements import convert
 
 _CHUNK_NBYTES = 512 << 10
 
@@ -40,6 +41,16 @@ def copied(into: Array, array: Array) -> bytes:
             target = into[part]
             np.copyto(target, array[part])
             state.update(_bytes(target))
+    return bytes(state.digest())
+
+
+def converted(into: Array, array: Array) -> bytes:
+    """Copies an array of another element type, and returns the digest of the copy."""
+    state = xxhash.xxh3_128()
+    for part in _chunks(into):
+        target = into[part]
+        convert(target, array[part])
+        state.update(_bytes(target))
     return bytes(state.digest())
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from raycollect.backends import arrays
 from raycollect.backends.arrays import Array, DeviceArray, box_of
-from raycollect.backends.elements import name_of, native
+from raycollect.backends.elements import name_of
 from raycollect.core.model import TensorInfo
 from raycollect.engine.packed_boxes import unfold
 from raycollect.errors import Violation, refusal, wrong_layout
@@ -164,16 +164,17 @@ class LocalSide:
         return [span for span, tensor in zip(self.ranges(), self._tensors, strict=True) if tensor.is_whole]
 
     @staticmethod
-    def allocate_array(like: Array) -> Array:
+    def allocate_array(like: Array, dtype: np.dtype[Any]) -> Array:
         """Allocates an array of the same shape, in shared memory if available.
 
         It begins as far behind a cache line as `like` does: elements that lie up to a line further in the target than
         in the source take 1.4 times as long to copy, as each load waits for a store that only looks like its own.
         """
-        info = TensorInfo(shape=(like.nbytes + _LINE_NBYTES,), dtype="uint8", itemsize=1)
+        nbytes = like.size * dtype.itemsize
+        info = TensorInfo(shape=(nbytes + _LINE_NBYTES,), dtype="uint8", itemsize=1)
         memory: Array = allocate(info)
         at = (like.ctypes.data - memory.ctypes.data) % _LINE_NBYTES
-        return memory[at : at + like.nbytes].view(native(like.dtype)).reshape(like.shape)
+        return memory[at : at + nbytes].view(dtype).reshape(like.shape)
 
     def tensor(self, name: str) -> int:
         """Returns the index of the local tensor that holds a global one."""

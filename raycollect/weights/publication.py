@@ -37,6 +37,7 @@ from raycollect.weights.directory import Atoms, Holder, Listed, VersionDirectory
 from raycollect.weights.protocol import Atom, Phase, Version
 from raycollect.weights.ranks import ATTACH_S, Job, Ranks, why_over, wrong_name
 from raycollect.weights.receipts import Receipt
+from raycollect.weights.side_ranks import ranks_of
 from raycollect.weights.stream import Stream
 from raycollect.weights.subscription import Subscription, update_all
 from raycollect.weights.turns import Turns
@@ -45,29 +46,42 @@ _MOST_NUMBER = 1 << 63
 
 
 def publish(
-    refs: Sequence[Any], name: str = "default", *, layout: Layout | Mapping[str, Layout] | None = None
+    refs: Any,
+    name: str = "default",
+    *,
+    layout: Layout | Mapping[str, Layout] | None = None,
+    lock: Any = None,
+    dtype: Any = None,
 ) -> Publication:
-    """Publishes the tensors of actors, so that receivers can update to versions of them by a name.
+    """Publishes tensors of actors, or of the calling process, so that receivers can update to versions of them.
 
     The first version is available after the first `Publication.put`. A publication of the same name is replaced if this
-    process made it, or if it has ended: its versions stay available until that put, and it can put no more. Call this
-    in a driver, or in an actor outside `refs`.
+    process made it, or if it has ended: its versions stay available until that put, and it can put no more. With
+    refs, call this in a driver, or in an actor outside `refs`. With tensors, call it in the process that has them, of
+    any kind; `Publication.put` then copies them in the thread that calls it.
 
     Args:
         refs: One ref per rank, in the order of the layouts' ranks. Each stands for a tensor, or for a dict of tensors
-            by name, in host memory. The tensors are only read.
+            by name, in host memory. Or a tensor of this process, or a dict of them by name; this process is the only
+            rank. The tensors are only read.
         name: The name, unique in the cluster.
         layout: The layout of the tensor; with dicts, of each tensor by name or pattern, as `src` of `reshard_refs`.
             None: DTensors have their own layouts, and other tensors are replicated.
+        lock: The name of an attribute of the actors: a lock, or a method that returns a context manager, both also of
+            `asyncio`. It is held while the tensors are copied. Actors whose methods overlap (async, threaded, with
+            concurrency groups) need one, which their methods hold while they write the tensors. With tensors of this
+            process: the lock or the function itself, or None.
+        dtype: The dtype to which `Publication.put` converts floats, such as ``"bfloat16"`` for the rollouts of a
+            float32 trainer: versions then take half the memory, and half the bytes travel. None: their own.
 
     Raises:
         LayoutError: The tensors do not fit the layouts, or no rank has some of their elements.
-        UnsupportedError: A tensor is on a GPU, or methods of an actor overlap.
+        UnsupportedError: A tensor is on a GPU, or methods of an actor overlap and there is no lock.
         RefusedError: As `reshard_refs`.
         PublicationExistsError: Another living process publishes under this name.
         PublisherReplacedError: Another publisher has taken the name meanwhile.
     """
-    return Publication(refs, name, layout)
+    return Publication(refs, name, layout, lock, dtype)
 
 
 class Publication(BoundToProcess):
@@ -83,12 +97,12 @@ class Publication(BoundToProcess):
     _is_open = True
     _session: Any = None
 
-    def __init__(self, refs: Sequence[Any], name: str, layout: Any) -> None:
+    def __init__(self, refs: Any, name: str, layout: Any, lock: Any, dtype: Any) -> None:
         refuse("publish", wrong_name(name))
         ensure_ray("publish", refs)
         self._session = ray_session.core_worker() if ray_session.is_connected() else None
         self.name = name
-        self._ranks: Ranks = Ranks("publish", refs, layout, ATTACH_S)
+        self._ranks: Ranks = ranks_of("publish", refs, layout, timeout_s=ATTACH_S, lock=lock, dtype=dtype)
         faults = tuple(atoms.source_faults(self._ranks.layouts))
         if faults:
             raise refusal("publish", "", faults)
@@ -120,11 +134,11 @@ class Publication(BoundToProcess):
         self.epoch = self._directory.begin_epoch(ray_session.worker_id())
         self._signature = self._directory.post_layouts(self._ranks.layouts, self.epoch)
         sweep(self.name)
-        layouts, handles = self._ranks.layouts, self._ranks.handles
+        layouts, handles = self._ranks.held_layouts, self._ranks.handles
         try:
             self._ranks.attach(
                 agent.attach_source,
-                lambda rank: (self.name, self.epoch, handles[rank].key, layouts, rank),
+                lambda rank: (self.name, self.epoch, handles[rank].key, layouts, rank, self._ranks.dtype),
                 (agent.detach_source, self.name, self.epoch),
             )
         except PublisherReplacedError:

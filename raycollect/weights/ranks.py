@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,10 +14,9 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
 from raycollect.channel import DataClient
 from raycollect.channel.messages import Look, Seen
-from raycollect.core.model import TENSOR, Address, Key
+from raycollect.core.model import Address, Key
 from raycollect.driver import held_values
 from raycollect.driver.plan_tracker import retrieve_errors
-from raycollect.driver.side_layouts import SideLayouts, held_tensors
 from raycollect.errors import (
     ActorGoneError,
     ChannelError,
@@ -25,7 +24,6 @@ from raycollect.errors import (
     InternalError,
     RankReport,
     RaycollectError,
-    SelfDrivenError,
     VersionError,
     VersionTimeoutError,
     Violation,
@@ -33,13 +31,13 @@ from raycollect.errors import (
     strip_traceback,
     wrong_argument,
 )
-from raycollect.errors.text import a_type, not_a_name
+from raycollect.errors.text import not_a_name
 from raycollect.group.watchdog import report_of
-from raycollect.planner.layout import Layout, layout
+from raycollect.planner.reshard.matching import CONVERTED
 from raycollect.planner.reshard.request import local_tensors
 from raycollect.pos import Range
 from raycollect.pos.handle import Handle
-from raycollect.ray_bridge import ray_actors, ray_session
+from raycollect.ray_bridge import ray_session
 from raycollect.weights import agent, protocol
 from raycollect.weights.agent import Attached
 from raycollect.weights.atoms import Layouts
@@ -57,68 +55,59 @@ _IN_ROUND = "/raycollect/weights/"  # in the stack of a process that runs an act
 
 
 class Ranks:
-    """The actors of one side, by rank, and the layouts of what their refs hold.
+    """The ranks of one side, and the layouts of their tensors.
 
     Args:
         op: The operation, for messages.
-        refs: One ref per rank; held as long as this object.
-        given: The layouts by name or pattern, or the layout of a tensor; None: DTensors have their own layouts, and
-            other tensors are replicated.
-        timeout_s: How long the methods that return the refs may take.
+        handles: The tensors of each rank.
+        layouts: The layouts of these tensors, by name.
+        lock: The lock of each actor, or None.
+        dtype: The dtype as which a publisher's floats are put; empty: their own.
 
-    Raises:
-        RefusedError: Invalid refs or layouts.
-        CollectiveTimeoutError: The methods are late.
+    Attributes:
+        layouts: The layouts of the versions.
+        held_layouts: The layouts of the tensors, which only differ in the dtype.
     """
 
-    def __init__(self, op: str, refs: Sequence[Any], given: Any, timeout_s: float) -> None:
-        if not isinstance(refs, (list, tuple)) or not refs or not all(isinstance(ref, ray.ObjectRef) for ref in refs):
-            raise refusal(op, "", (wrong_argument("list of refs", _describe(refs), "one ObjectRef per rank"),))
+    def __init__(self, op: str, handles: Sequence[Handle], layouts: Layouts, lock: Any, dtype: str = "") -> None:
         self.op = op
-        self.refs: list[Any] = list(refs)
-        handles, violations = held_values.handles_of(dict(enumerate(refs)), timeout_s, op, "")
-        if violations:
-            raise refusal(op, "", tuple(violations))
-        self.handles: list[Handle] = [handles[rank] for rank in range(len(refs))]
-        self.layouts: Layouts = _layouts(op, self.handles, given)
-        self.actors: list[Any] = [self._actor(rank, handle) for rank, handle in enumerate(self.handles)]
+        self.handles: list[Handle] = list(handles)
+        self.held_layouts: Layouts = layouts
+        self.dtype: str = dtype
+        self.layouts: Layouts = {
+            name: replace(layout, dtype=dtype) if dtype and layout.dtype in CONVERTED else layout
+            for name, layout in layouts.items()
+        }
+        self._lock = lock
+        self._overlapping: frozenset[int] = frozenset()  # the ranks of actors whose methods overlap, from `check` on
         self.members: list[Holder] = []  # their processes, from `attach` on
         self.shown: list[Version | None] = []  # the versions that they showed then
 
     def __len__(self) -> int:
-        return len(self.refs)
-
-    def _actor(self, rank: int, handle: Handle) -> Any:
-        if handle.actor_id == ray_actors.current_actor_id():
-            raise SelfDrivenError(actor=handle.actor)
-        actor = ray_actors.actor_handle(handle.actor_id)
-        if actor is None:
-            expected = "one of whose actor this process has a handle"
-            violation = Violation(
-                kind="foreign", rank=rank, field="ref", found="of an actor unknown here", expected=expected
-            )
-            raise refusal(self.op, "", (violation,))
-        return actor
+        return len(self.handles)
 
     def call(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function in a rank's actor, in order of its queue; returns the ref."""
-        return self.actors[rank].__ray_call__.options(max_task_retries=0).remote(function, *args)
+        """Calls a function in a rank's process, in order of these calls; returns a ref of the result."""
+        raise NotImplementedError
 
     def items(self, rank: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a generator function in a rank's actor, in order of its queue; returns the generator of refs."""
-        method = self.actors[rank]._raycollect_items
-        return method.options(num_returns="streaming", max_task_retries=0).remote(function, *args, **kwargs)
+        """Calls a generator function in a rank's process, as `call` does; returns a generator of refs."""
+        raise NotImplementedError
 
     def keys(self, rank: int) -> frozenset[str]:
         """Returns the names of a rank's local tensors."""
         return frozenset(tensor.key for tensor in local_tensors(tuple(self.layouts.items())).get(rank, ()))
 
-    def check(self) -> None:
+    def check(self, *, is_inplace: bool = False) -> None:
         """Raises if a rank can't take part, before any rank leaves another side."""
-        args = [(self.op, handle.key, self.layouts, rank) for rank, handle in enumerate(self.handles)]
-        answers = self._answers([self.call(rank, agent.check_side, *arguments) for rank, arguments in enumerate(args)])
+        refs = [
+            self.call(rank, agent.check_side, self.op, handle.key, self.held_layouts, rank, self._lock, is_inplace)
+            for rank, handle in enumerate(self.handles)
+        ]
+        answers: list[tuple[list[Range], bool]] = self._answers(refs)
+        self._overlapping = frozenset(rank for rank, (_, overlaps) in enumerate(answers) if overlaps)
         owners: dict[tuple[str, Range], int] = {}  # by actor and memory range: the rank of the tensor
-        for rank, (handle, spans) in enumerate(zip(self.handles, answers, strict=True)):
+        for rank, (handle, (spans, _)) in enumerate(zip(self.handles, answers, strict=True)):
             for span in spans:
                 if (owner := owners.setdefault((handle.actor_id, span), rank)) != rank:
                     actual, expected = f"in the memory of rank {owner}'s", "tensors of its own for each rank"
@@ -129,7 +118,7 @@ class Ranks:
         self, function: Callable[..., Attached], args: Callable[[int], tuple[Any, ...]], undo: tuple[Any, ...]
     ) -> None:
         """Calls a function in all actors. If it raises in any of them, all call `undo` and the error is raised."""
-        refs = [self.call(rank, function, *args(rank)) for rank in range(len(self))]
+        refs = [self.call(rank, function, *args(rank), self._lock) for rank in range(len(self))]
         try:
             attached: list[Attached] = self._answers(refs)
         except BaseException:
@@ -209,48 +198,6 @@ def why_over(session: Any, *, is_open: bool) -> str:
     if is_open and session is not None and not ray_session.is_in(session):
         return "of a Ray that was shut down"
     return "" if is_open else "closed"
-
-
-def _describe(refs: object) -> str:
-    if not isinstance(refs, (list, tuple)):
-        return a_type(refs)
-    other = next((ref for ref in refs if not isinstance(ref, ray.ObjectRef)), None)
-    return "empty" if not refs else f"a list with {a_type(other)}"
-
-
-def _layouts(op: str, handles: Sequence[Handle], given: Any) -> Layouts:
-    named = {"": given} if isinstance(given, Layout) else given
-    if named is None:
-        plain = _replicated(handles)
-        if plain is not None:
-            return plain
-    elif not isinstance(named, Mapping) or not all(isinstance(value, Layout) for value in named.values()):
-        expected = "a Layout (see raycollect.layout), or a dict of Layouts by name or pattern"
-        raise refusal(op, "", (wrong_argument("layout", type(given).__name__, expected),))
-    side = SideLayouts("layout", named)
-    if side.is_open:
-        side.resolve_held([held_tensors(handle) for handle in handles], ())
-    violations = list(side.violations)
-    for name, resolved in side.layouts.items():
-        if resolved.world_size > len(handles):
-            expected = f"at most the {len(handles)} of the refs"
-            violations.append(wrong_argument(f"layout of {name!r}", f"of {resolved.world_size} ranks", expected))
-    if violations:
-        raise refusal(op, "", tuple(violations))
-    return dict(sorted(side.layouts.items()))
-
-
-def _replicated(handles: Sequence[Handle]) -> Layouts | None:
-    """Returns layouts of replicated tensors; None if some are DTensors, or it is no dict of tensors."""
-    first = handles[0]
-    names = ("",) if first.structure == TENSOR else tuple(map(str, first.structure.names))
-    if any(handle.placements for handle in handles) or len(names) != len(first.infos):
-        return None
-    mesh = {"rank": len(handles)}
-    return {
-        name: replace(layout(info.shape, mesh=mesh, dtype=info.dtype), converts=False)  # conversion was not requested
-        for name, info in sorted(zip(names, first.infos, strict=True))
-    }
 
 
 def cause_of(error: RayTaskError) -> RaycollectError:

@@ -28,6 +28,7 @@ from raycollect.pos.boxes import MOST_BOXES, Borrowed
 from raycollect.weights import atoms, digests, hosts, protocol, reads
 from raycollect.weights.atoms import AtomPart, Layouts
 from raycollect.weights.directory import Atoms, Holder, Holders
+from raycollect.weights.exclusion import Exclusion
 from raycollect.weights.hosts import Loan
 from raycollect.weights.local_side import LocalSide
 from raycollect.weights.protocol import Atom, Digests, RankState, Version
@@ -57,7 +58,12 @@ class Receiver:
         rank: The rank in the receiver group.
         inplace: Whether versions are made in the tensors themselves, while methods are refused.
         actor: The actor that owns the tensors.
+
+    Attributes:
+        exclusion: Excludes the methods of the actor.
     """
+
+    exclusion: Exclusion
 
     def __init__(
         self,

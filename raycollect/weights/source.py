@@ -12,14 +12,17 @@ from typing import Any
 import numpy as np
 
 from raycollect.backends.arrays import Array, byte_range
+from raycollect.backends.elements import TORCH_DTYPES, native
 from raycollect.core import threads
 from raycollect.core.model import TENSOR, Key, Structure
 from raycollect.errors import VersionNotPutError, Violation, refusal
 from raycollect.member.participant import Participant
 from raycollect.planner.boxes import volume
+from raycollect.planner.reshard.matching import CONVERTED
 from raycollect.pos import Container, Store
 from raycollect.weights import atoms, digests
 from raycollect.weights.atoms import AtomPart, Layouts
+from raycollect.weights.exclusion import Exclusion
 from raycollect.weights.local_side import LocalSide
 from raycollect.weights.protocol import Atom, Digests, Version
 
@@ -83,10 +86,24 @@ class Source:
 
     A version shares the copies of tensors that have not changed since the version before. A copy is written again when
     no version has it, unless a receiver still reads it: then the receiver keeps it, and another copy is allocated.
+
+    Attributes:
+        exclusion: Excludes the methods of the actor.
     """
 
-    def __init__(self, here: Participant, container: Container, layouts: Layouts, rank: int, actor: Any = None) -> None:
+    exclusion: Exclusion
+
+    def __init__(
+        self,
+        here: Participant,
+        container: Container,
+        layouts: Layouts,
+        rank: int,
+        actor: Any = None,
+        dtype: str = "",
+    ) -> None:
         self._here = here
+        self._dtype = TORCH_DTYPES[dtype] if dtype else None  # as which floats are put
         self._side = LocalSide("publish", container, layouts, rank, is_written=False)
         self._side.follow(actor)
         self._slots: dict[int, _Slot] = {}  # by the count of the version
@@ -231,17 +248,25 @@ class Source:
         before, sealed = filling.before, dict[Atom, bytes]()
         for at, some in tensors:
             boxes = [(atom, part, self._side.box(live, part)) for atom in some for part in filling.places[atom]]
-            if before is not None and all(
+            dtype = native(live[at].dtype)
+            is_converted = self._dtype not in (None, dtype) and dtype.name in CONVERTED
+            if is_converted and self._dtype is not None:
+                dtype = self._dtype
+            elif before is not None and all(
                 atom in before.sealed and digests.is_same(self._side.box(before.arrays, part), box)
                 for atom, part, box in boxes
             ):
                 filling.slot.arrays[at] = before.arrays[at]
                 sealed |= {atom: before.sealed[atom] for atom in some}
                 continue
-            spare = self._spare.get(at)
-            filling.slot.arrays[at] = spare.pop() if spare else self._side.allocate_array(live[at])
+            spare = self._spare.setdefault(at, [])
+            filling.slot.arrays[at] = fresh = spare.pop() if spare else self._side.allocate_array(live[at], dtype)
+            copied = digests.converted if is_converted else digests.copied
             for atom, part, box in boxes:
-                sealed[atom] = digests.copied(self._side.box(filling.slot.arrays, part), box)
+                sealed[atom] = copied(self._side.box(filling.slot.arrays, part), box)
+            if is_converted and before is not None and all(before.sealed.get(atom) == sealed[atom] for atom in some):
+                filling.slot.arrays[at] = before.arrays[at]
+                spare.append(fresh)
         return sealed
 
     def _wrong(self, version: Version, detail: str) -> VersionNotPutError:

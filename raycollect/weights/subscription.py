@@ -48,32 +48,47 @@ from raycollect.weights.protocol import (
 )
 from raycollect.weights.ranks import ATTACH_S, Job, Ranks, Update, drive, why_over, wrong_name
 from raycollect.weights.receipts import Receipt
+from raycollect.weights.side_ranks import ranks_of
 from raycollect.weights.turns import Turns
 
 
 def subscribe(
     name: str,
-    dst_refs: Sequence[Any],
+    dst_refs: Any,
     *,
     layout: Layout | Mapping[str, Layout] | None = None,
     inplace: bool = False,
+    lock: Any = None,
+    dtype: Any = None,
+    rank: int | None = None,
 ) -> Subscription:
-    """Makes actors a receiver group of a publication, which may begin later.
+    """Makes actors, or the calling process, a receiver group of a publication, which may begin later.
 
-    Call this in a driver, or in an actor outside `dst_refs`; another process may drive the publisher. The actors need
-    no group and no lease: they read from the processes that hold a version. Other subscriptions of these tensors end.
+    With refs, call this in a driver, or in an actor outside `dst_refs`; another process may drive the publisher. With
+    tensors, call it in the process that has them, of any kind; an update then runs in the thread that calls it. The
+    processes need no group and no lease: they read from those that hold a version. Other subscriptions of these tensors
+    end.
 
     Args:
         name: The name of the publication.
-        dst_refs: One ref per rank, in the order of the layouts' ranks; updates write their tensors.
+        dst_refs: One ref per rank, in the order of the layouts' ranks; or a tensor of this process, or a dict of them
+            by name. Updates write the tensors.
         layout: As in `publish`; floats are converted to the dtype that a layout asks for.
         inplace: Saves the memory for what arrives from other hosts: an update writes the tensors themselves, between
             two methods. From its beginning until an update has succeeded, methods raise a `VersionDirtyError`.
+        lock: As in `publish`; it is held while a verified version is copied into the tensors. Methods that hold it
+            while they read the tensors, and call `Subscription.version`, see one whole version. Not with `inplace`.
+        dtype: The dtype of the targets, to which floats of other dtypes are converted; ``"auto"``: each target has its
+            own. None: only a layout asks for a conversion.
+        rank: The rank of the layouts that this process has, if it gives its own tensors; None: it is the only rank.
 
     Raises:
         LayoutError, UnsupportedError, ReadOnlyError, AliasError, RefusedError: As `publish`.
     """
-    return Subscription(name, dst_refs, layout, inplace=inplace)
+    refuse("subscribe", [*wrong_name(name), *wrong_flags(inplace=inplace)])
+    ensure_ray("subscribe", dst_refs)
+    ranks = ranks_of("subscribe", dst_refs, layout, timeout_s=ATTACH_S, lock=lock, dtype=dtype, rank=rank)
+    return Subscription(name, ranks, inplace=bool(inplace))
 
 
 class Subscription:
@@ -86,18 +101,16 @@ class Subscription:
     _is_open = True
     _session: Any = None
 
-    def __init__(self, name: str, dst_refs: Sequence[Any], layout: Any, *, inplace: bool) -> None:
-        refuse("subscribe", [*wrong_name(name), *wrong_flags(inplace=inplace)])
-        ensure_ray("subscribe", dst_refs)
+    def __init__(self, name: str, ranks: Ranks, *, inplace: bool) -> None:
         self._session = ray_session.core_worker() if ray_session.is_connected() else None
         self.name = name
         self._id = secrets.token_hex(8)
-        self._inplace = inplace = bool(inplace)
-        self._ranks = Ranks("subscribe", dst_refs, layout, ATTACH_S)
+        self._inplace = inplace
+        self._ranks = ranks
         faults = tuple(atoms.target_faults(self._ranks.layouts))
         if faults:
             raise refusal("subscribe", "", faults)
-        self._ranks.check()  # before another subscription of the same tensors ends
+        self._ranks.check(is_inplace=inplace)  # before another subscription of the same tensors ends
         self._directory = VersionDirectory(name)
         self._signature = self._directory.post_layouts(self._ranks.layouts, self._directory.epoch())
         layouts, handles = self._ranks.layouts, self._ranks.handles
@@ -295,24 +308,10 @@ class Subscription:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Elsewhere, (self.name, self._id, self._version)
+        return agent.RankSubscription, (self.name, self._id, self._version)
 
     def __repr__(self) -> str:
         return f"<Subscription to {self.name!r}, {len(self._ranks)} ranks, version {self.version()}>"
-
-
-@dataclass(frozen=True, slots=True)
-class _Elsewhere:
-    """A subscription in the process of a rank."""
-
-    name: str
-    _id: str
-    _version: Version | None
-
-    def version(self) -> Version | None:
-        """As `Subscription.version`."""
-        is_rank, version = agent.shown(self._id)
-        return version if is_rank else self._version
 
 
 def update_all(

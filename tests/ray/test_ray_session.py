@@ -112,3 +112,27 @@ def test_what_is_left_of_a_ray_that_was_shut_down_starts_none():
         "allreduce": "NotAMemberError",
         "declare": "ActorGoneError",
     }
+
+
+_OWN = """
+import numpy as np, ray
+import raycollect as col
+
+class Rollout:
+    def update(self):
+        target = {"w": np.zeros(4)}
+        col.subscribe("own", target).update()
+        return target["w"].tolist()
+
+for value in (1.0, 2.0):
+    ray.init(address="local", num_cpus=1, include_dashboard=False)
+    pub = col.publish({"w": np.full(4, value)}, "own")
+    pub.put()
+    print(ray.get(ray.remote(Rollout).options(num_cpus=0).remote().update.remote()))
+    ray.shutdown()
+"""
+
+
+@pytest.mark.full
+def test_a_driver_publishes_its_own_tensors_in_each_ray_that_it_starts():
+    assert run("-c", _OWN).splitlines()[-2:] == ["[1.0, 1.0, 1.0, 1.0]", "[2.0, 2.0, 2.0, 2.0]"]

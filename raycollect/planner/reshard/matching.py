@@ -98,13 +98,13 @@ def faults(reshard: Reshard) -> list[Violation]:
     return violations or list(_holes(reshard))
 
 
-_CONVERTED = ("float64", "float32", "float16", "bfloat16")
+CONVERTED = ("float64", "float32", "float16", "bfloat16")
 
 
 def objection(given: Layout, taken: Layout) -> str:
     """The expected dtypes, if a tensor can't be converted on its way; else an empty text."""
-    if given.dtype not in _CONVERTED or taken.dtype not in _CONVERTED:
-        return f"its dtype; what is converted is {', '.join(_CONVERTED)}"
+    if given.dtype not in CONVERTED or taken.dtype not in CONVERTED:
+        return f"its dtype; what is converted is {', '.join(CONVERTED)}"
     if given.regions.parts > 1 and given.itemsize == taken.itemsize:
         return f"{given.dtype}, float32 or float64, as src is a partial sum"
     return ""

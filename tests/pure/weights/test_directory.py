@@ -23,7 +23,7 @@ from raycollect.weights import directory
 from raycollect.weights.directory import Holder, VersionDirectory, sweep
 from raycollect.weights.protocol import Phase, Version, VersionRound
 from raycollect.weights.publication import Publication
-from raycollect.weights.ranks import Job
+from raycollect.weights.ranks import Job, Ranks
 from raycollect.weights.subscription import Subscription
 from raycollect.weights.turns import Turns
 
@@ -177,7 +177,7 @@ def publication_of_epoch_1():
     """A publication without ranks, whose epoch is in the directory."""
     pub = Publication.__new__(Publication)
     pub.name, pub.epoch, pub._signature, pub._publisher, pub._turns = "policy", 1, b"", "", Turns("policy")
-    pub._ranks = type("Ranks", (), {"layouts": LAYOUTS, "__len__": lambda self: 0})()
+    pub._ranks = Ranks("publish", [], LAYOUTS, None)
     pub._directory = VersionDirectory("policy")
     pub._directory.keep_epoch(1, "p")
     pub._cut, pub._places = (frozenset(), ()), {}
@@ -246,7 +246,7 @@ def bare_publication(monkeypatch, epochs):
         if (epoch := epochs.pop(0)) > pub.epoch:
             raise PublisherReplacedError(name="policy", detail=f"epoch {epoch} has begun")
 
-    pub._ranks = type("Ranks", (), {"layouts": LAYOUTS, "handles": [], "attach": attach, "members": {}})()
+    pub._ranks = type("Known", (Ranks,), {"attach": attach})("publish", [], LAYOUTS, None)
     monkeypatch.setattr(ray_session, "worker_id", lambda: "p")
     return pub
 
@@ -263,7 +263,7 @@ def test_who_was_replaced_hears_so_whatever_its_actors_say(make_store, monkeypat
     pub, later = (bare_publication(monkeypatch, [0]) for _ in range(2))
     assert pub._begin()
     assert later._begin()
-    pub._ranks.members[0] = SimpleNamespace(actor="A")
+    pub._ranks.members = [SimpleNamespace(actor="A")]
     closed = VersionNotPutError(name="policy", detail="the publication was closed")
     job = Job(round=VersionRound(Version(1, 1), Phase.FAILED, frozenset()), errors={0: closed})
     with pytest.raises(PublisherReplacedError, match="epoch 2 has begun"):

@@ -270,11 +270,12 @@ def test_in_place_what_others_write_before_the_commit_is_not_shown(here):
     assert dst.stage(whole, [holder(key)], 1.0).nbytes == NBYTES
 
 
+OWN = agent.OwnProcess(None)
+
+
 @pytest.fixture
-def held_here(here, monkeypatch):
+def held_here(here):
     """What this process, as an actor, holds under `KEY`."""
-    monkeypatch.setattr(agent, "_member", lambda actor, op, rank: HERE)
-    here.methods.is_ordered = False
     held = tensors(0)
     here.store.put(KEY, Container.of(held, arrays.is_tensor))
     return held
@@ -283,25 +284,25 @@ def held_here(here, monkeypatch):
 @pytest.mark.usefixtures("held_here")
 def test_of_publishers_in_a_process_the_newest_stays_whatever_came_last(here):
     def seal(epoch, rank):
-        return agent.seal(None, "policy", rank, replace(V1, epoch=epoch), AMONG, b"1")
+        return agent.seal(OWN, "policy", rank, replace(V1, epoch=epoch), AMONG, b"1")
 
     ranks = {name: layout([4, 6], mesh={"rank": 2}, dtype="float32") for name in NAMES}
-    agent.attach_source(None, "policy", 2, KEY, ranks, 1)
+    agent.attach_source(OWN, "policy", 2, KEY, ranks, 1)
     seal(2, 1)
     with pytest.raises(PublisherReplacedError, match="epoch 2 has begun"):
-        agent.attach_source(None, "policy", 1, KEY, ranks, 1)
+        agent.attach_source(OWN, "policy", 1, KEY, ranks, 1)
     seal(2, 1)
-    agent.attach_source(None, "policy", 3, KEY, ranks, 0)
+    agent.attach_source(OWN, "policy", 3, KEY, ranks, 0)
     assert here.store.statistics().held == 1  # what was kept for the earlier epoch is gone
     with pytest.raises(PublisherReplacedError, match="epoch 3 has begun"):
         seal(2, 1)
     seal(3, 0)
-    agent.attach_source(None, "policy", 3, KEY, ranks, 0)  # of one that knows no record of the other
+    agent.attach_source(OWN, "policy", 3, KEY, ranks, 0)  # of one that knows no record of the other
     assert here.store.statistics().held == 1
     seal(3, 0)
-    agent.detach_source(None, "policy", 2)
+    agent.detach_source(OWN, "policy", 2)
     seal(3, 0)
-    agent.detach_source(None, "policy", 3)
+    agent.detach_source(OWN, "policy", 3)
     with pytest.raises(VersionNotPutError, match="was closed, or its process has restarted"):
         seal(3, 0)
 
@@ -309,7 +310,7 @@ def test_of_publishers_in_a_process_the_newest_stays_whatever_came_last(here):
 @pytest.mark.usefixtures("held_here")
 def test_small_parts_are_told_together(monkeypatch):
     monkeypatch.setattr(agent, "TOLD_NBYTES", 2 * NBYTES)
-    agent.attach_source(None, "policy", 1, KEY, LAYOUTS, 0)
+    agent.attach_source(OWN, "policy", 1, KEY, LAYOUTS, 0)
     trainer = SimpleNamespace(layers=lambda: iter(NAMES))
     reports = agent.seal_parts(trainer, "policy", 0, V1, AMONG, b"1", "layers")
     assert [[name for name, _ in digests] for _, digests in reports] == [["a", "b"], ["c"]]
@@ -323,30 +324,30 @@ def test_in_place_another_driver_ends_what_one_has_left(here, held_here):
     src = source(here, tensors(1))
     key, digests = src.seal(V1, AMONG, b"1")
     whole = replace(V1, digests=digests)
-    assert agent.attach_receiver(None, "policy", "first", OTHER, layouts, 0, True)[1] is None
-    agent.stage(None, "first", 0, whole, [holder(key)], 1.0)
-    assert agent.attach_receiver(None, "policy", "second", OTHER, layouts, 0, True)[1] is None
-    assert agent.stage(None, "second", 0, whole, [holder(key)], 1.0)[0].nbytes == 0
-    assert agent.show(None, "second", 0, whole)
+    assert agent.attach_receiver(OWN, "policy", "first", OTHER, layouts, 0, True)[1] is None
+    agent.stage(OWN, "first", 0, whole, [holder(key)], 1.0)
+    assert agent.attach_receiver(OWN, "policy", "second", OTHER, layouts, 0, True)[1] is None
+    assert agent.stage(OWN, "second", 0, whole, [holder(key)], 1.0)[0].nbytes == 0
+    assert agent.show(OWN, "second", 0, whole)
     here.methods.may_begin()
     assert agent.shown("second") == (True, V1)
-    assert agent.attach_receiver(None, "policy", "third", OTHER, layouts, 0, True)[1] == V1
+    assert agent.attach_receiver(OWN, "policy", "third", OTHER, layouts, 0, True)[1] == V1
 
 
 def test_tensors_that_others_subscribe_otherwise_are_theirs(here, held_here):
     src = source(here, tensors(1))
     key, digests = src.seal(V1, AMONG, b"1")
     whole, before = replace(V1, digests=digests), here.store.statistics().held
-    agent.attach_receiver(None, "policy", "first", KEY, LAYOUTS, 0, False)
-    agent.stage(None, "first", 0, whole, [holder(key)], 1.0)
-    assert agent.show(None, "first", 0, whole)
+    agent.attach_receiver(OWN, "policy", "first", KEY, LAYOUTS, 0, False)
+    agent.stage(OWN, "first", 0, whole, [holder(key)], 1.0)
+    assert agent.show(OWN, "first", 0, whole)
     assert here.store.statistics().held == before + 1
-    agent.attach_receiver(None, "policy", "second", KEY, LAYOUTS, 0, True)
+    agent.attach_receiver(OWN, "policy", "second", KEY, LAYOUTS, 0, True)
     assert here.store.statistics().held == before  # the second set of the other is given up
     assert agent.shown("first") == (False, None)
     with pytest.raises(VersionNotWholeError, match="another subscription has its tensors"):
-        agent.stage(None, "first", 0, whole, [holder(key)], 1.0)
-    assert agent.stage(None, "second", 0, whole, [holder(key)], 1.0)[0].nbytes == 3 * NBYTES
+        agent.stage(OWN, "first", 0, whole, [holder(key)], 1.0)
+    assert agent.stage(OWN, "second", 0, whole, [holder(key)], 1.0)[0].nbytes == 3 * NBYTES
     assert held_here["a"].all()
 
 
@@ -354,7 +355,7 @@ def test_subscriptions_that_have_no_element_of_a_rank_take_nothing_from_each_oth
     none = {"none": layout([0, 4], mesh={"rank": 1}, dtype="float32")}
     here.store.put(OTHER, Container.of({"none": np.empty((0, 4), np.float32)}, arrays.is_tensor))
     for name in ("first", "second"):
-        agent.attach_receiver(None, "policy", name, OTHER, none, 0, False)
+        agent.attach_receiver(OWN, "policy", name, OTHER, none, 0, False)
     assert [agent.shown(name) for name in ("first", "second")] == [(True, None)] * 2
 
 
@@ -403,10 +404,10 @@ def test_an_actor_of_two_ranks_shows_a_version_when_both_do(here, held_here):
     key, digests = source(here, tensors(1)).seal(V1, AMONG, b"1")
     layouts = {name: layout([4, 6], mesh={"rank": 2}, dtype="float32") for name in NAMES}
     for rank, held_key in enumerate((KEY, OTHER)):
-        agent.attach_receiver(None, "policy", "sub", held_key, layouts, rank, False)
+        agent.attach_receiver(OWN, "policy", "sub", held_key, layouts, rank, False)
     for rank, expected in enumerate((None, V1)):
-        agent.stage(None, "sub", rank, replace(V1, digests=digests), [holder(key)], 1.0)
-        assert agent.show(None, "sub", rank, V1)
+        agent.stage(OWN, "sub", rank, replace(V1, digests=digests), [holder(key)], 1.0)
+        assert agent.show(OWN, "sub", rank, V1)
         assert agent.shown("sub") == (True, expected)
 
 
@@ -415,10 +416,10 @@ def test_tensors_that_a_failed_collective_has_left_dirty_are_subscribed_and_over
     array = held_here["b"]
     here.store.mark_dirty([arrays.byte_range(array)], [array])
     key, digests = source(here, tensors(1)).seal(V1, AMONG, b"1")
-    agent.attach_receiver(None, "policy", "sub", KEY, LAYOUTS, 0, inplace)
+    agent.attach_receiver(OWN, "policy", "sub", KEY, LAYOUTS, 0, inplace)
     assert here.store.statistics().dirty == 1
-    agent.stage(None, "sub", 0, replace(V1, digests=digests), [holder(key)], 1.0)
-    assert agent.show(None, "sub", 0, V1)
+    agent.stage(OWN, "sub", 0, replace(V1, digests=digests), [holder(key)], 1.0)
+    assert agent.show(OWN, "sub", 0, V1)
     assert here.store.statistics().dirty == 0
     assert (array == 1).all()
 
@@ -426,9 +427,9 @@ def test_tensors_that_a_failed_collective_has_left_dirty_are_subscribed_and_over
 @pytest.mark.parametrize("is_late", [False, True])
 def test_an_only_rank_shows_at_once_and_not_after_the_drivers_time(here, held_here, is_late):
     key, digests = source(here, tensors(1)).seal(V1, AMONG, b"1")
-    agent.attach_receiver(None, "policy", "sub", KEY, LAYOUTS, 0, False)
+    agent.attach_receiver(OWN, "policy", "sub", KEY, LAYOUTS, 0, False)
     until_s = time.monotonic() + (-1 if is_late else 60)
-    receipt, _, served = agent.update(None, "sub", 0, replace(V1, digests=digests), [holder(key)], 1.0, until_s)
+    receipt, _, served = agent.update(OWN, "sub", 0, replace(V1, digests=digests), [holder(key)], 1.0, until_s)
     assert receipt.digests == digests
     assert ((served is None), agent.shown("sub")[1]) == ((True, None) if is_late else (False, V1))
     assert bool(held_here["a"].any()) is not is_late
@@ -446,8 +447,7 @@ def test_a_side_of_which_one_rank_refuses_is_ended_on_all(monkeypatch):
 
     monkeypatch.setattr(ray, "get", refused)
     monkeypatch.setattr(Ranks, "call", call)
-    side = Ranks.__new__(Ranks)
-    side.op, side.refs, side.handles, side.layouts = "subscribe", [None, None], [SimpleNamespace(key=KEY)] * 2, LAYOUTS
+    side = Ranks("subscribe", [SimpleNamespace(key=KEY)] * 2, LAYOUTS, None)
     with pytest.raises(LayoutError):
         side.check()
     assert retrieved == [0, 1]  # or Ray logs what the other has raised as an unhandled error
@@ -462,9 +462,9 @@ def test_a_side_of_which_one_rank_refuses_is_ended_on_all(monkeypatch):
 def test_who_is_dropped_serves_nothing_and_refuses_what_it_refused(here, held_here):
     before = here.store.statistics().held
     key, digests = source(here, tensors(1)).seal(V1, AMONG, b"1")
-    agent.attach_receiver(None, "policy", "sub", KEY, LAYOUTS, 0, True)
-    agent.stage(None, "sub", 0, replace(V1, digests=digests), [holder(key)], 1.0)
-    agent.drop_receiver(None, "sub")
+    agent.attach_receiver(OWN, "policy", "sub", KEY, LAYOUTS, 0, True)
+    agent.stage(OWN, "sub", 0, replace(V1, digests=digests), [holder(key)], 1.0)
+    agent.drop_receiver(OWN, "sub")
     assert (agent.shown("sub"), here.store.statistics().held) == ((False, None), before + 1)
     with pytest.raises(VersionDirtyError):
         here.methods.may_begin()

@@ -1,0 +1,186 @@
+"""Keeps an actor's methods from its tensors while a version is copied from them or into them; inside the actor.
+
+Methods that run one by one are excluded by `Methods.guard`. Methods that overlap, and threads of the actor's own, can
+only be excluded by the actor itself: a publication or subscription names a lock of the actor, which is held while a
+version is copied. A lock is any context manager: of `threading`, of `asyncio`, or one that pauses an engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from raycollect.core import threads
+from raycollect.errors import CollectiveTimeoutError, VersionError, Violation, refusal, wrong_argument
+from raycollect.errors.text import a_type
+
+_Result = TypeVar("_Result")
+
+_EXPECTED = (
+    "a context manager, or a method that returns one: such as threading.Lock(), asyncio.Lock(), or a method under "
+    "@contextmanager or @asynccontextmanager"
+)
+
+_MARGIN, _MOST_MARGIN_S = 0.1, 1.0
+"""How much earlier than its driver an actor gives up, as a part of the time limit and in seconds: so it says why."""
+
+
+class Exclusion:
+    """What excludes the methods of one actor.
+
+    Args:
+        op: The operation, for messages.
+        rank: The rank of the actor in its side.
+        owner: The actor, if the lock is given by its name.
+        lock: The lock, its name in the actor, or None.
+        guard: Returns the context that excludes methods which run one by one.
+        loop: The event loop of the actor, if it has one.
+        is_needed: Whether methods overlap, so that only the lock excludes them.
+
+    Attributes:
+        guard: As given.
+        is_needed: As given.
+        is_total: Whether the guard alone excludes all methods.
+
+    Raises:
+        InvalidArgumentError: The actor has no such attribute, or it can't be a lock.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        rank: int,
+        owner: Any = None,
+        lock: Any = None,
+        *,
+        guard: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        loop: asyncio.AbstractEventLoop | None = None,
+        is_needed: bool = False,
+    ) -> None:
+        self._words = f"the actor's lock {lock!r}" if isinstance(lock, str) else "the lock"
+        if isinstance(lock, str):
+            if not hasattr(owner, lock):
+                raise refusal(op, "", (wrong_argument("lock", f"{lock!r}, which {a_type(owner)} lacks", _EXPECTED),))
+            lock = getattr(owner, lock)
+        if lock is not None and not (_is_manager(lock) or callable(lock)):
+            raise refusal(op, "", (wrong_argument("lock", a_type(lock), _EXPECTED),))
+        self._op = op
+        self._rank = rank
+        self._lock = lock
+        self._loop = loop
+        self.guard: Callable[[], AbstractContextManager[Any]] = guard
+        self.is_needed: bool = is_needed
+        self.is_total: bool = lock is None
+
+    def run(self, action: Callable[[], _Result], limit_s: float) -> _Result:
+        """Calls a function while the lock is held. The caller is in a block of `guard`.
+
+        Raises:
+            CollectiveTimeoutError: The lock was not acquired in time; the function was not called.
+            VersionError: Acquiring or releasing the lock raised an exception, which is the cause.
+            InvalidArgumentError: The method that the lock names returned no context manager.
+            UnsupportedError: The lock is one of `asyncio`, and its event loop is missing, or waits for this call.
+        """
+        if self._lock is None:
+            return action()
+        limit_s -= min(_MARGIN * limit_s, _MOST_MARGIN_S)
+        manager = self._lock if _is_manager(self._lock) else self._called(self._lock)
+        hold: Callable[..., None] = _hold
+        if hasattr(manager, "__aenter__"):
+            hold = partial(_hold_in_loop, self._free_loop())
+        outcome: Future[_Result] = Future()
+        try:
+            hold(manager, partial(_call, action, outcome), outcome.cancel, limit_s)
+        except Exception as exc:
+            if outcome.done() and not outcome.cancelled() and outcome.exception() is exc:
+                raise
+            if not outcome.cancelled():
+                detail = f"{self._words} raised {threads.cause_of(exc)}"
+                raise VersionError(name="", rank=self._rank, detail=detail) from exc
+        if outcome.cancel():  # it has not begun
+            detail = f"waited {limit_s:.3g} s for {self._words}"
+            raise CollectiveTimeoutError(timeout_s=limit_s, detail=detail)
+        return outcome.result()
+
+    def _called(self, method: Callable[[], Any]) -> Any:
+        manager = method()
+        if not _is_manager(manager):
+            if inspect.iscoroutine(manager):
+                manager.close()
+            raise refusal(
+                self._op, "", (wrong_argument("lock", f"a method that returned {a_type(manager)}", _EXPECTED),)
+            )
+        return manager
+
+    def _free_loop(self) -> asyncio.AbstractEventLoop:
+        """Returns the event loop in which a coroutine can hold a lock while this thread waits."""
+        if self._loop is not None and _running_loop() is not self._loop:
+            return self._loop
+        actual = f"a lock of asyncio {'without an event loop' if self._loop is None else 'in a call of its event loop'}"
+        expected = "a lock of threading" if self._loop is None else "await asyncio.to_thread(...) of this call"
+        violation = Violation(kind="unsupported", rank=self._rank, field="lock", found=actual, expected=expected)
+        raise refusal(self._op, "", (violation,))
+
+
+def _call(action: Callable[[], _Result], outcome: Future[_Result]) -> None:
+    """Calls a function, unless its outcome was cancelled."""
+    if outcome.set_running_or_notify_cancel():
+        try:
+            outcome.set_result(action())
+        except BaseException as exc:
+            outcome.set_exception(exc)
+            raise
+
+
+def _hold(manager: Any, call: Callable[[], None], give_up: Callable[[], bool], limit_s: float) -> None:
+    """Calls a function in a helper thread that holds a lock.
+
+    After the time limit `give_up` cancels the call, unless it has begun. The thread then releases the lock as soon as
+    it has acquired it.
+    """
+
+    def hold() -> None:
+        with manager:
+            call()
+
+    held = threads.call_in_helper(hold)
+    if threads.has_ended(held, limit_s) or not give_up():
+        held.result()
+
+
+def _hold_in_loop(
+    loop: asyncio.AbstractEventLoop,
+    manager: Any,
+    call: Callable[[], None],
+    give_up: Callable[[], bool],
+    limit_s: float,
+) -> None:
+    """Calls a function in a helper thread while a coroutine of an event loop holds a lock; see `_hold`."""
+
+    async def hold() -> None:
+        task: Any = asyncio.current_task()
+        timer = loop.call_later(limit_s, lambda: give_up() and task.cancel())
+        try:
+            async with manager:
+                await threads.awaitable(call)
+        finally:
+            timer.cancel()
+
+    with suppress(CancelledError):  # by the timer
+        asyncio.run_coroutine_threadsafe(hold(), loop).result()
+
+
+def _is_manager(value: Any) -> bool:
+    return hasattr(value, "__enter__") or hasattr(value, "__aenter__")
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
