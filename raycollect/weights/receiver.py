@@ -196,6 +196,7 @@ class Receiver:
             for box, element in self._elements(atom, array, live):
                 differs = differs or not digests.is_same(box, element)
                 lying.append(digest if element is array else digests.digest(element))
+                del element  # before the next one is made
             self._written[atom] = digest, lying
             if differs:
                 differing.append(atom)
@@ -219,12 +220,7 @@ class Receiver:
     def _elements(self, atom: Atom, array: Array, live: list[Array]) -> Iterator[tuple[Array, Array]]:
         """Yields the parts of an atom: the box of a tensor, and its elements as they are to lie there."""
         for box, element in self._boxes(atom, array, live):
-            if box.dtype == element.dtype:
-                yield box, element
-            else:
-                wanted = np.empty(box.shape, box.dtype)
-                convert(wanted, element)
-                yield box, wanted
+            yield box, element if box.dtype == element.dtype else _converted(element, box.dtype)
 
     def _present(self, wanted: Digests, live: list[Array]) -> dict[Atom, bytes]:
         """Returns the atoms with these digests that are here: as they arrived, or in the tensors, read again."""
@@ -420,3 +416,9 @@ class Receiver:
         return VersionNotWholeError(
             name=self.name, version=str(version), rank=self._side.rank, actor=who, detail=detail
         )
+
+
+def _converted(array: Array, dtype: np.dtype[Any]) -> Array:
+    result: Array = np.empty(array.shape, dtype)
+    convert(result, array)
+    return result
