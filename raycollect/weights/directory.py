@@ -38,8 +38,9 @@ from raycollect.weights.atoms import Layouts
 from raycollect.weights.protocol import Atom, Version
 
 _ROOT = "weights/"
-_TIMEOUT_S, _LEAST_S = 30.0, 0.05
-"""The most seconds that one request may take, and the least: a result is still posted after the deadline."""
+_TIMEOUT_S, _LEAST_S, _HINT_S = 30.0, 0.05, 2.0
+"""The most seconds that one request may take, and the least: a result is still posted after the deadline. The most for
+a hint."""
 _ENDED = "-"
 """Replaces the publisher's process in the record of a closed publication."""
 MOST_SWEPT = 16
@@ -131,8 +132,8 @@ class _Records:
         finally:
             self._limit_s = self._until_s = math.inf
 
-    def _put(self, place: str, value: bytes, *, overwrite: bool) -> bool:
-        return self._ask(partial(self._store.put, self._key(place), value, overwrite=overwrite))
+    def _put(self, place: str, value: bytes, *, overwrite: bool, most_s: float = _TIMEOUT_S) -> bool:
+        return self._ask(partial(self._store.put, self._key(place), value, overwrite=overwrite), most_s)
 
     def _get(self, place: str) -> bytes | None:
         return self._ask(partial(self._store.get, self._key(place)))
@@ -147,8 +148,8 @@ class _Records:
     def _delete(self, place: str, *, by_prefix: bool = False) -> None:
         self._ask(partial(self._store.delete, self._key(place), by_prefix=by_prefix))
 
-    def _ask(self, call: Callable[..., _Result]) -> _Result:
-        limit_s = min(max(self._until_s - time.monotonic(), _LEAST_S), _TIMEOUT_S)
+    def _ask(self, call: Callable[..., _Result], most_s: float = _TIMEOUT_S) -> _Result:
+        limit_s = min(max(self._until_s - time.monotonic(), _LEAST_S), most_s)
         try:
             return call(timeout_s=limit_s)
         except (RayError, RuntimeError) as exc:
@@ -305,7 +306,7 @@ class VersionDirectory(_Records):
         """Adds holders of a version, in one record."""
         if holders:
             place = f"{_version_at(version)}/{holders[0].key.hex()}"
-            self._put(place, _HOLDERS.encode(tuple(holders)), overwrite=True)
+            self._put(place, _HOLDERS.encode(tuple(holders)), overwrite=True, most_s=_HINT_S)
 
     def holders(self, version: Version) -> list[Holder]:
         """Returns the recorded holders of a version, first the publisher's ranks."""

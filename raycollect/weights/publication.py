@@ -118,7 +118,7 @@ class Publication(BoundToProcess):
         self._places: dict[int, Atoms] = {}
         # The last version that was put; the last with a used number, even if its record is lost; the one before that
         self._last = self._used = self._before = Version(self.epoch, 0)
-        self._held: list[Holder] = []  # the ranks, as holders of the last version
+        self._held: list[Holder] = []  # the ranks, as holders of the last version, until it is pushed
         self._listed: frozenset[Listed] | None = None  # the layouts in the directory, as of the last put
 
     def _check_free(self) -> None:
@@ -292,7 +292,8 @@ class Publication(BoundToProcess):
         groups = self._checked_groups("push", subscriptions)
         if not self._last.number:
             return update_all(groups, "latest", timeout_s)
-        return update_all(groups, "latest", timeout_s, resolved=self._last, held=self._held, listed=self._listed or ())
+        held, self._held = self._held, []  # later pushes find the receivers of this one
+        return update_all(groups, "latest", timeout_s, resolved=self._last, held=held, listed=self._listed or ())
 
     def close(self) -> None:
         """Ends the publication: from now on only receivers that know of a version can read it from each other."""

@@ -118,7 +118,8 @@ class Receiver:
         self._know(tuple(version.digests))
         self.release()
         self._lends = lends
-        wanted = {atom: version.digests[atom] for atom in self._parts}
+        # Backwards, as the publisher has written the last ones last: they may still be in the cache
+        wanted = {atom: version.digests[atom] for atom in reversed(self._parts)}
         self._next = {atom: it for atom, it in self._next.items() if self.state.landed.get(atom) == wanted[atom]}
         if self.inplace:
             self.state = protocol.stage_in_place(self.state, version, wanted, self._lying(version, live))
@@ -203,14 +204,20 @@ class Receiver:
     def _copy(self, live: list[Array], limit_s: float) -> None:
         """Copies the atoms of the next version whose bits differ into the tensors that methods see.
 
-        Nothing is allocated once the first of them is written, so that nothing fails halfway.
+        One converted atom is in memory at a time. None is made once the first atom is written, so that no lack of
+        memory leaves a half-written version.
         """
-        differing = [
-            atom
-            for atom, array in self._next.items()
-            if atom in self._written  # the last one that was written is known to differ
-            or not all(digests.is_same(*pair) for pair in self._elements(atom, array, live))
-        ]
+        differing = []
+        for atom, array in reversed(self._next.items()):  # the cache may have those that were verified last
+            digest, lying = self.state.wanted[atom], []
+            differs = atom in self._written  # what was written last is known to differ
+            for box, element in self._elements(atom, array, live):
+                differs = differs or not digests.is_same(box, element)
+                lying.append(digest if element is array else digests.digest(element))
+                del element  # before the next one is made
+            self._written[atom] = digest, lying
+            if differs:
+                differing.append(atom)
         if differing:
             with self._here.store.writing(self._side.ranges(), limit_s=limit_s):
                 self._served.withdraw(self._here.store)
@@ -218,10 +225,6 @@ class Receiver:
                     for box, element in self._boxes(atom, self._next[atom], live):
                         convert(box, element)
             self._side.raise_versions({name for name, _ in differing})
-        for atom, array in self._next.items():
-            digest, boxes = self.state.wanted[atom], list(self._boxes(atom, array, live))
-            is_whole = len(boxes) == 1 and boxes[0][1] is array and boxes[0][0].dtype == array.dtype
-            self._written[atom] = digest, [digest] if is_whole else [digests.digest(box) for box, _ in boxes]
 
     def _boxes(self, atom: Atom, array: Array, live: list[Array]) -> Iterator[tuple[Array, Array]]:
         """Yields the parts of an atom: the box of a tensor, and its elements as they were put."""
@@ -235,12 +238,7 @@ class Receiver:
     def _elements(self, atom: Atom, array: Array, live: list[Array]) -> Iterator[tuple[Array, Array]]:
         """Yields the parts of an atom: the box of a tensor, and its elements as they are to lie there."""
         for box, element in self._boxes(atom, array, live):
-            if box.dtype == element.dtype:
-                yield box, element
-            else:
-                wanted = np.empty(box.shape, box.dtype)
-                convert(wanted, element)
-                yield box, wanted
+            yield box, element if box.dtype == element.dtype else _converted(element, box.dtype)
 
     def _present(self, wanted: Digests, live: list[Array]) -> dict[Atom, bytes]:
         """Returns the atoms with these digests that are here: as they arrived, or in the tensors, read again."""
@@ -467,3 +465,9 @@ class Receiver:
         return VersionNotWholeError(
             name=self.name, version=str(version), rank=self._side.rank, actor=who, detail=detail
         )
+
+
+def _converted(array: Array, dtype: np.dtype[Any]) -> Array:
+    result: Array = np.empty(array.shape, dtype)
+    convert(result, array)
+    return result

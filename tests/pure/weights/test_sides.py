@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,8 +24,10 @@ from raycollect.errors import (
 )
 from raycollect.planner.layout import layout
 from raycollect.pos import Container, fetch
-from raycollect.weights import agent
+from raycollect.weights import agent, atoms
 from raycollect.weights.ranks import Ranks
+from raycollect.weights.receiver import Receiver
+from raycollect.weights.source import Source
 from tests.pure.participants import entered, participant
 from tests.pure.weights.sides import (
     AMONG,
@@ -387,6 +390,29 @@ def test_torch_is_told_that_tensors_were_written(here, inplace):
     assert dst.show(V1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_a_receiver_that_converts_has_one_converted_atom_in_memory_at_a_time(here):
+    shape = [64, 1 << 10]
+    layouts = {name: replace(layout(shape, mesh={"rank": 1}, dtype="float32"), converts=True) for name in NAMES}
+    among = atoms.cut(layouts, [])
+    held, mine = ({name: np.full(shape, value, dtype) for name in NAMES} for value, dtype in ((1, "<f4"), (0, "<f2")))
+    halves = {name: replace(each, dtype="float16") for name, each in layouts.items()}
+    src = Source(here, Container.of(held, arrays.is_tensor), layouts, 0)
+    dst = Receiver(here, "policy", Container.of(mine, arrays.is_tensor), halves, 0, inplace=False)
+    for number in (1, 2):
+        version = replace(V1, number=number, count=number)
+        key, digests = src.seal(version, among, b"%d" % number)
+        version = replace(version, digests=digests)
+        dst.stage(version, [(holder(key)[0], atoms.held_places(layouts, 0, among))], 1.0)
+        tracemalloc.start()
+        assert dst.show(version)
+        _, peak_nbytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak_nbytes < 2 * mine["a"].nbytes
+        assert all((array == number).all() for array in mine.values())
+        for array in held.values():
+            array += 1
 
 
 def test_in_place_in_another_byte_order(here):
