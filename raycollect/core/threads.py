@@ -12,12 +12,12 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from raycollect.core import limits
 from raycollect.errors import InternalError, RaycollectError, ResourceLimitError, copy_error
@@ -136,6 +136,20 @@ def submit(workers: ThreadPoolExecutor, call: Callable[..., _Result], *args: obj
             job.pop()
             raise
     return future
+
+
+def once(memo: dict[Any, Any], key: Hashable, make: Callable[[], _Result]) -> _Result:
+    """Returns a result that `memo` has or gets under a key; threads that ask for it at once wait for one to make it."""
+    mine: Future[_Result] = Future()
+    future: Future[_Result] = memo.setdefault(key, mine)
+    if future is mine:
+        try:
+            mine.set_result(make())
+        except BaseException as exc:
+            memo.pop(key, None)
+            mine.set_exception(exc)
+            raise
+    return future.result()
 
 
 def awaitable(

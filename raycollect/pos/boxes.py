@@ -149,11 +149,10 @@ def take(
     return Borrowed(received)
 
 
-def deltas(old: Sequence[Array], new: Sequence[Array]) -> tuple[bytes, list[memoryview]]:
-    """Returns the description of the deltas of boxes, and their bytes, for `take_deltas`."""
-    encoded = list(map(delta.encode, old, new))
-    blobs = [[flat(box)] if some is None else some.blobs for some, box in zip(encoded, new, strict=True)]
-    counts = tuple(None if some is None else len(some.words) for some in encoded)
+def describe_deltas(deltas: Sequence[delta.Delta | None], boxes: Sequence[Array]) -> tuple[bytes, list[memoryview]]:
+    """Returns the description of the deltas of boxes, or of the boxes without one, and their bytes."""
+    blobs = [[flat(box)] if some is None else some.blobs for some, box in zip(deltas, boxes, strict=True)]
+    counts = tuple(None if some is None else len(some.words) for some in deltas)
     return DELTAS.encode(counts), [blob for some in blobs for blob in some]
 
 

@@ -39,7 +39,7 @@ from raycollect.errors import (
     Violation,
     to_wire,
 )
-from raycollect.pos import Store, boxes, description, tensors
+from raycollect.pos import Store, boxes, delta, description, tensors
 from raycollect.pos.boxes import LENT, Borrowed, OutOfReach
 from raycollect.pos.data_clients import DataClients, ReadAnswer, is_full, is_gone
 from raycollect.pos.description import Description
@@ -375,12 +375,16 @@ def _serve_read(link: DataLink, store: Store, message: Read) -> None:
 def _serve_deltas(link: DataLink, store: Store, message: Read) -> None:
     with ExitStack() as claims:
         old, new = (
-            boxes.views([*map(arrays.memory, held.tensors)], message.boxes)
-            for held in (
-                claims.enter_context(reading(store, Key(key), link.has_ended)) for key in (message.since, message.key)
-            )
+            claims.enter_context(reading(store, Key(key), link.has_ended)) for key in (message.since, message.key)
         )
-        described, blobs = boxes.deltas(old, new)
+        before, after = (boxes.views([*map(arrays.memory, held.tensors)], message.boxes) for held in (old, new))
+        # Several hosts ask for the same deltas at once. They are kept as long as the tensors from which they begin
+        memo = old.memo if old.is_frozen and new.is_frozen else {}
+        encoded = [
+            threads.once(memo, (_serve_deltas, message.key, *box), partial(delta.encode, some, other))
+            for box, some, other in zip(message.boxes, before, after, strict=True)
+        ]
+        described, blobs = boxes.describe_deltas(encoded, after)
         link.send(Fetched(description=described, blob_nbytes=sum(blob.nbytes for blob in blobs)), blobs)
 
 

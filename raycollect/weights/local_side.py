@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from raycollect.pos import Container, Range
 from raycollect.pos.tensors import allocate
 from raycollect.weights.atoms import AtomPart, Layouts
 from raycollect.weights.modules import ModuleTensors
+from raycollect.weights.protocol import Atom
 
 _LINE_NBYTES = 64
 
@@ -206,3 +207,12 @@ class LocalSide:
         """Returns the box of a local tensor that an atom part covers."""
         array = held[self._at[place.name]]
         return array if array.shape == place.size else box_of(array, place.at, place.size)
+
+    def whole(
+        self, held: list[Array], parts: Mapping[Atom, Sequence[AtomPart]], dtypes: Mapping[str, str]
+    ) -> dict[Atom, Array]:
+        """Returns the atoms that lie in the local tensors in one piece, and in the element types of `dtypes`."""
+        boxes = {
+            atom: self.box(held, some[0]) for atom, some in parts.items() if len(some) == 1 and some[0].box == atom[1]
+        }
+        return {atom: box for atom, box in boxes.items() if box.dtype == np.dtype(dtypes[atom[0]])}

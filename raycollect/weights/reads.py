@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from raycollect.backends.arrays import Array
 from raycollect.core import threads
 from raycollect.core.model import Key
-from raycollect.errors import RaycollectError
+from raycollect.errors import RaycollectError, brief
 from raycollect.planner.boxes import extent
 from raycollect.pos import fetch
 from raycollect.pos.boxes import Borrowed, Box, empty
-from raycollect.weights import digests
+from raycollect.weights import atoms, digests
 from raycollect.weights.directory import Atoms, Holder, Holders
-from raycollect.weights.protocol import Atom, Digests, Version
+from raycollect.weights.protocol import Atom, Digests, RankState, Version
 
 READERS = 4
 """The threads of a receiver that read deltas."""
@@ -145,3 +145,11 @@ def in_threads(get: Callable[[list[Atom]], Arrived], requests: Sequence[list[Ato
     with threads.pool("raycollect-read", READERS) as workers:  # copies and digests hold no GIL
         others = [threads.submit(workers, run) for _ in requests[1:READERS]]
         return [*run(), *(some for other in others for some in other.result())]
+
+
+def missing(state: RankState, holders: Holders, failures: Mapping[Key, RaycollectError]) -> str:
+    """Describes the atoms that no holder gave; `failures` are the errors by holder."""
+    left = state.missing
+    tried = [f"{holder.actor}: {brief(failures[holder.key])}" for holder, _ in holders if holder.key in failures]
+    detail = f"{len(left)} of {len(state.wanted)} parts are missing, first {atoms.shown(left[0])}: "
+    return detail + ("; ".join(tried) or "it has no holders")

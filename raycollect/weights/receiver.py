@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,6 @@ from raycollect.errors import (
     RefusedError,
     VersionDirtyError,
     VersionNotWholeError,
-    brief,
     strip_traceback,
 )
 from raycollect.member.participant import Participant
@@ -130,7 +129,10 @@ class Receiver:
         self._checked.clear()
         if self.state.missing:
             self.release()
-            raise self._not_whole(version, holders, failures)
+            who, detail = self._here.actor, reads.missing(self.state, holders, failures)
+            raise VersionNotWholeError(
+                name=self.name, version=str(version), rank=self._side.rank, actor=who, detail=detail
+            )
         self._base = wanted, holders
         landed = {atom: self.state.landed[atom] for atom in wanted}
         self.stale_holders = tuple(key for key, error in failures.items() if isinstance(error, RefusedError))
@@ -311,11 +313,9 @@ class Receiver:
 
     def _lying(self, version: Version, live: list[Array]) -> dict[Atom, bytes]:
         """Recomputes the digests of landed atoms that lie as they were put: others may have overwritten them."""
-        present = {}
-        for atom in self._parts:
-            if atom in self.state.landed and (box := self._plain(atom, version, live)) is not None:
-                present[atom] = digests.digest(box)
-        return present
+        landed = {atom: parts for atom, parts in self._parts.items() if atom in self.state.landed}
+        lying = self._side.whole(live, landed, version.dtypes)
+        return {atom: digests.digest(box) for atom, box in lying.items()}
 
     def _know(self, among: tuple[Atom, ...]) -> None:
         if self._among != among:
@@ -407,9 +407,8 @@ class Receiver:
         An atom that does not lie here like that, or that a failure leaves out, stays missing: it is read as a whole.
         """
         before = self._base[0]
-        lying = {
-            atom: box for atom in wanted if atom in before and (box := self._plain(atom, version, live)) is not None
-        }
+        among = {atom: self._parts[atom] for atom in wanted if atom in before}
+        lying = self._side.whole(live, among, version.dtypes)
 
         def get(some: list[Atom]) -> Arrived:
             bases = {atom: lying[atom] for atom in some}
@@ -424,14 +423,6 @@ class Receiver:
             self.state = protocol.land(self.state, version, some.landed)
             self._next |= {atom: it for atom, it in some.arrays.items() if some.landed[atom] == self.state.wanted[atom]}
         return sum(some.nbytes for some in arrived)
-
-    def _plain(self, atom: Atom, version: Version, live: list[Array]) -> Array | None:
-        """Returns an atom as it lies here, if that is in one piece and as it was put."""
-        parts = self._parts[atom]
-        if len(parts) > 1 or parts[0].box != atom[1]:
-            return None
-        box = self._side.box(live, parts[0])
-        return box if box.dtype == np.dtype(version.dtypes[atom[0]]) else None
 
     def _hold(self, holder: Holder, borrowed: Borrowed, some: list[Atom], right: list[Atom]) -> None:
         """Keeps verified atoms until methods see them."""
@@ -453,18 +444,6 @@ class Receiver:
             if digests.copied(box, element) != digests.digest(element):
                 return b""
         return digest
-
-    def _not_whole(
-        self, version: Version, holders: Holders, failures: Mapping[Key, RaycollectError]
-    ) -> VersionNotWholeError:
-        missing = self.state.missing
-        tried = [f"{holder.actor}: {brief(failures[holder.key])}" for holder, _ in holders if holder.key in failures]
-        detail = f"{len(missing)} of {len(self.state.wanted)} parts are missing, first {atoms.shown(missing[0])}: "
-        detail += "; ".join(tried) or "it has no holders"
-        who = self._here.actor
-        return VersionNotWholeError(
-            name=self.name, version=str(version), rank=self._side.rank, actor=who, detail=detail
-        )
 
 
 def _converted(array: Array, dtype: np.dtype[Any]) -> Array:

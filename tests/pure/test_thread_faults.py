@@ -45,8 +45,9 @@ from raycollect.planner import Ticket
 from raycollect.planner.layout import layout
 from raycollect.pos import Container, Store
 from raycollect.pos.fetch import serve
-from raycollect.weights import atoms
-from raycollect.weights.protocol import Version
+from raycollect.weights import atoms, reads
+from raycollect.weights.protocol import Atom, Version
+from raycollect.weights.reads import Arrived
 from raycollect.weights.source import Source
 from tests.pure.channel.parties import HOST, SECRET, Party, Rig, echo, rig
 from tests.pure.fleet import contain
@@ -156,6 +157,19 @@ def test_a_copy_of_a_version_that_fails_is_an_error_of_the_put_and_the_next_put_
     _, digests = src.seal(version, among, b"2")
     assert set(digests) == set(among)
     here.close()
+
+
+def test_a_read_of_deltas_that_fails_is_an_error_of_the_update_and_the_next_one_works() -> None:
+    failing, requests = Failing("raycollect-read"), [[("a", ((at,), (at + 1,)))] for at in range(8)]
+
+    def get(some: list[Atom]) -> Arrived:
+        failing.consumed.wait(WAIT_S)
+        return Arrived({}, {some[0]: b""}, 0)
+
+    with pytest.raises(TypeError, match="injected"):
+        reads.in_threads(failing.wrap(get), requests)
+    assert failing.consumed.is_set()
+    assert sum(len(some.landed) for some in reads.in_threads(failing.wrap(get), requests)) == len(requests)
 
 
 def test_a_request_that_fails_is_answered_and_the_next_one_too() -> None:

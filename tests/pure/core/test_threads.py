@@ -8,6 +8,7 @@ import gc
 import socket
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -242,3 +243,27 @@ def test_without_a_thread_that_looks_calls_go_on(
         pass
     Desk().watchdog.begun()
     assert len(logged(caplog)) == 2
+
+
+def test_what_several_threads_ask_for_is_made_once() -> None:
+    memo: dict[Any, Any] = {}
+    made, may_end = threading.Event(), threading.Event()
+
+    def make() -> str:
+        made.set()
+        may_end.wait(WAIT_S)
+        return "made"
+
+    with ThreadPoolExecutor(2) as workers:
+        first = workers.submit(threads.once, memo, "key", make)
+        assert made.wait(WAIT_S)
+        other = workers.submit(threads.once, memo, "key", lambda: "again")
+        may_end.set()
+        assert (first.result(WAIT_S), other.result(WAIT_S)) == ("made", "made")
+
+
+def test_what_fails_is_made_again() -> None:
+    memo: dict[Any, Any] = {}
+    with pytest.raises(ZeroDivisionError):
+        threads.once(memo, "key", lambda: 1 // 0)
+    assert threads.once(memo, "key", lambda: 1) == 1
