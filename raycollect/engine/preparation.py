@@ -30,6 +30,7 @@ from raycollect.engine.agreement import (
 from raycollect.engine.device_staging import CUDA, StagingBuffers
 from raycollect.engine.fusion_buffer import FusionBuffer, Item, room
 from raycollect.engine.instruments import Instruments
+from raycollect.engine.long_arrivals import messages_of
 from raycollect.engine.missing_operand import MissingOperand
 from raycollect.engine.operands import TaskBuffers
 from raycollect.engine.prepared import Count, Prepared, places_of
@@ -112,13 +113,15 @@ class Preparation:
         """Makes the steps of the run from the agreement; `blobs` are the arrivals of the last round."""
         scheduler = Scheduler(self.program, self.tasks, self.buffer, self.first, self.staging_buffers)
         bundles = scheduler.bundles(agreement.verdicts, alone=agreement.conflict)
+        messages = messages_of(blobs)
         return Prepared(
             program=self.program,
             places=() if self.staging_buffers is not None else self.places,  # staging buffers are too large to keep
             ranges=self.ranges,
             arrival=self.arrival,
+            message=messages[self.program.agreement.ranks.index(self.program.agreement.rank)],
             first=self.first,
-            blobs=tuple(blobs),
+            messages=messages,
             bundles=bundles,
             counts=tuple(map(self._count, bundles)),
             writes=[span for bundle in bundles for span in bundle.ranges],

@@ -28,9 +28,10 @@ class Prepared:
     program: Program
     places: tuple[Any, ...]  # `arrays.place_of` each tensor; empty: a second run needs its own preparation
     ranges: Sequence[Range]  # addresses of all tensors
-    arrival: bytes  # of this participant
+    arrival: bytes  # of this participant, and its message in a repeated run
+    message: bytes
     first: Kernel | None  # the kernel that the backend may prepare before the agreement
-    blobs: tuple[bytes, ...]  # the arrivals of all participants
+    messages: tuple[bytes, ...]  # the messages of all participants in a repeated run
     bundles: tuple[PreparedBundle, ...]
     counts: tuple[Count, ...]  # for each bundle
     writes: Sequence[Range]  # addresses that the bundles write
