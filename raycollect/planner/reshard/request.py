@@ -166,8 +166,8 @@ Fault = tuple[str, str, str]
 
 def faults_of(structure: Structure, infos: Sequence[TensorInfo], tensors: Sequence[LocalTensor]) -> list[Fault]:
     """All faults of the value that a rank holds; `tensors` are the expected ones."""
-    names = tuple(tensor.key for tensor in tensors)
-    if names == ("",):
+    names = dict.fromkeys(tensor.key for tensor in tensors)
+    if tuple(names) == ("",):
         if structure != TENSOR:
             return [("value", str(structure), "a tensor")]
         return list(_unlike([("", infos[0], tensors[0])]))
