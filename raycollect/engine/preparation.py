@@ -28,7 +28,7 @@ from raycollect.engine.agreement import (
     is_batch,
 )
 from raycollect.engine.device_staging import CUDA, StagingBuffers
-from raycollect.engine.fusion_buffer import FusionBuffer, Item, room
+from raycollect.engine.fusion_buffer import FusionBuffer, Item, room, size_of
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.long_arrivals import messages_of
 from raycollect.engine.missing_operand import MissingOperand
@@ -42,6 +42,7 @@ from raycollect.engine.steps import PreparedBundle
 from raycollect.errors import KernelError, RaycollectError, Violation
 from raycollect.errors.text import too_large
 from raycollect.planner import Domain, Program, Role
+from raycollect.planner.fusion import coalesced
 from raycollect.pos import Container, Range
 from raycollect.pos.extents import Extents
 
@@ -321,10 +322,14 @@ class Preparation:
                 kind, pairs = step.kind, [pair for operands in tasks for pair in operands.pairs(step)]
                 if len(pairs) < 2 or not isinstance(kind, OpKind):
                     continue
+                domain = tasks[0].share.domain
                 if self.staging_buffers is not None:
-                    side, domain = self.staging_buffers.side, tasks[0].share.domain
+                    side = self.staging_buffers.side
                     pairs = [(side(src, domain), side(dst, domain)) for src, dst in pairs]
-                most = max(most, sum(room(kind, Item(src, dst)) for src, dst in pairs))
+                items = [Item(src, dst) for src, dst in pairs]
+                sizes = [size_of(kind, item, len(domain.ranks)) for item in items] if domain.coalesces else []
+                packed = set(range(len(items))).difference(*coalesced(kind, sizes, coalesces=domain.coalesces))
+                most = max(most, sum(room(kind, items[at]) for at in packed))
         return max(boxes, min(most, self.program.staging))
 
     @property

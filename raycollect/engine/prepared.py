@@ -46,7 +46,7 @@ class Prepared:
         try:
             for container in containers:
                 if len(container.tensors) > _FEW:
-                    if arrays.places_of(container.tensors) != next(places, None):
+                    if not arrays.are_at(container.tensors, next(places, [])):
                         return False
                     continue
                 for tensor in container.tensors:
