@@ -31,7 +31,7 @@ class _Digest(Wire, frozen=True, kw_only=True):
 
     nbytes: int
     digest: bytes
-    known: bytes  # the digest of the arrivals of all ranks in an earlier run; empty: there was none
+    earlier: bytes  # the digest of the arrivals of all ranks in an earlier run; empty: there was none
 
 
 _DIGESTS = Codec[_Digest](_Digest, "digest of an arrival")
@@ -86,12 +86,12 @@ def messages_of(arrivals: Sequence[bytes]) -> tuple[bytes, ...]:
     """Returns the ranks' first messages in a later run with the same arrivals."""
     if all(len(arrival) <= PART_NBYTES for arrival in arrivals):
         return tuple(arrivals)
-    known = _hashed(b"".join(map(_hashed, arrivals)))
-    return tuple([_message(arrival, known) for arrival in arrivals])
+    earlier = _hashed(b"".join(map(_hashed, arrivals)))
+    return tuple([_message(arrival, earlier) for arrival in arrivals])
 
 
-def _message(arrival: bytes, known: bytes) -> bytes:
-    return _MARK + _DIGESTS.encode(_Digest(nbytes=len(arrival), digest=_hashed(arrival), known=known))
+def _message(arrival: bytes, earlier: bytes) -> bytes:
+    return _MARK + _DIGESTS.encode(_Digest(nbytes=len(arrival), digest=_hashed(arrival), earlier=earlier))
 
 
 def _hashed(data: bytes | bytearray) -> bytes:

@@ -374,12 +374,19 @@ def _arrival(operands: TaskBuffers) -> bytes:
         spec = replace(spec, one_device=True)
     if operands.violations:
         return encode_arrival(Arrival(spec=spec, violations=tuple(operands.violations)))
-    return _ready_arrival(spec)
+    sides = (spec.gives, spec.takes)
+    is_short = sum(len(side.tensors) for side in sides if side is not None) <= _CACHED_TENSORS
+    return _cached_arrival(spec) if is_short else _encoded(spec)
 
 
-@lru_cache(maxsize=256)
-def _ready_arrival(spec: Spec) -> bytes:
+_CACHED_TENSORS = 256
+
+
+def _encoded(spec: Spec) -> bytes:
     return encode_arrival(Arrival(spec=spec))
+
+
+_cached_arrival = lru_cache(maxsize=256)(_encoded)
 
 
 def _no_memory(exc: BaseException, expected: str) -> Violation:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raycollect.backends import arrays
+from raycollect.backends import array_places, arrays
 from raycollect.core.model import Kernel
 from raycollect.engine.fusion_buffer import FusionBuffer
 from raycollect.engine.steps import PreparedBundle
@@ -46,7 +46,7 @@ class Prepared:
         try:
             for container in containers:
                 if len(container.tensors) > _FEW:
-                    if not arrays.are_at(container.tensors, next(places, [])):
+                    if not array_places.are_at(container.tensors, next(places, [])):
                         return False
                     continue
                 for tensor in container.tensors:
@@ -62,7 +62,7 @@ def places_of(containers: Sequence[Container]) -> tuple[Any, ...]:
     places: list[Any] = []
     for container in containers:
         if len(container.tensors) > _FEW:
-            places.append(arrays.places_of(container.tensors))
+            places.append(array_places.places_of(container.tensors))
         else:
             places += map(arrays.place_of, container.tensors)
     return tuple(places)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from hashlib import blake2b
 from math import prod
 
@@ -201,7 +201,6 @@ def made_of(tensors: Sequence[LocalTensor], library: str = "numpy") -> tuple[Str
     return (TENSOR if names == ("",) else Structure("dict", names, (TENSOR,) * len(names))), infos
 
 
-@lru_cache(maxsize=64)
 def places_of(structure: Structure, tensors: tuple[LocalTensor, ...]) -> tuple[int, ...]:
     """For each local tensor its place among the tensors of a value that has no faults."""
     if structure.kind == "tensor":
