@@ -18,7 +18,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from raycollect.core.codec import Codec, Wire
-from raycollect.core.model import OpKind, Structure, TensorInfo
+from raycollect.core.model import TENSOR, OpKind, Structure, TensorInfo
 from raycollect.core.operations import PIECES
 from raycollect.errors import InternalError, ProtocolError, Violation
 from raycollect.planner import Program
@@ -101,9 +101,8 @@ _cached_arrival = lru_cache(maxsize=256)(_ARRIVALS.decode)
 # The field of a violation of an output ends with it, or with it and the giver's rank.
 OUTPUT = " of output"
 
-_FlowSide = tuple[
-    int, str, Side
-]  # (position of a rank, the name of the part in messages, the part of its gives or takes)
+# (position of a rank, the name of the part in messages, the part of its gives or takes)
+_FlowSide = tuple[int, str, Side]
 
 
 def _flows(specs: Sequence[Spec]) -> Iterator[list[_FlowSide]]:
@@ -262,10 +261,12 @@ def decide(ranks: Sequence[int], arrivals: Sequence[Arrival]) -> tuple[Violation
     alike = _DEVICE_FIELDS if any(spec.one_device for spec in specs) else _KERNEL_FIELDS
     for parts, fields in [(everything, alike), *((flow, _fields(flow)) for flow in flows)]:
         for name, look in fields.items():
-            sides = {id(side): side for _, _, side in parts}
-            values = {key: look(side) for key, side in sides.items()}
+            values = {key: look(side) for key, side in {id(side): side for _, _, side in parts}.items()}
             violations += _odd_ones(
-                name, [(ranks[at], values[id(side)]) for at, _, side in parts], [of for _, of, _ in parts]
+                name,
+                [(ranks[at], values[id(side)]) for at, _, side in parts],
+                [of for _, of, _ in parts],
+                [side.structure for _, _, side in parts],
             )
     return tuple(dict.fromkeys(violations))
 
@@ -274,15 +275,18 @@ def _fields(flow: Sequence[_FlowSide]) -> dict[str, Callable[[Side], Any]]:
     return _LOOSE_FIELDS if any(side.loose for _, _, side in flow) else _FLOW_FIELDS
 
 
-def _odd_ones(name: str, values: Sequence[tuple[int, Any]], parts: Sequence[str] = ()) -> list[Violation]:
+def _odd_ones(
+    name: str, values: Sequence[tuple[int, Any]], parts: Sequence[str] = (), structures: Sequence[Structure] = ()
+) -> list[Violation]:
     # The violations of ranks whose value differs from the most common one; on a tie, from the first.
+    parts, structures = parts or [""] * len(values), structures or [TENSOR] * len(values)
     objects = {id(value): value for _, value in values}
     distinct = list[Any]()
     alike = {}  # the id of a value -> its place among the distinct ones
     for key, value in objects.items():
-        alike[key] = next((at for at, other in enumerate(distinct) if other == value), len(distinct))
-        if alike[key] == len(distinct):
+        if value not in distinct:
             distinct.append(value)
+        alike[key] = distinct.index(value)
     if len(distinct) < 2:
         return []
     expected = distinct[Counter(alike[id(value)] for _, value in values).most_common(1)[0][0]]
@@ -291,23 +295,24 @@ def _odd_ones(name: str, values: Sequence[tuple[int, Any]], parts: Sequence[str]
             kind="mismatch",
             rank=rank,
             field=name + part,
-            found=_show(value, expected),
-            expected=_show(expected, value),
+            found=_show(value, expected, structure),
+            expected=_show(expected, value, structure),
         )
-        for (rank, value), part in zip(values, parts or [""] * len(values), strict=True)
+        for (rank, value), part, structure in zip(values, parts, structures, strict=True)
         if value != expected
     ]
 
 
-def _show(value: Any, other: Any) -> str:
-    # A long list is shown from the first difference on.
+def _show(value: Any, other: Any, structure: Structure) -> str:
+    # A long list is shown from the first difference on, with the path of that tensor.
     if not isinstance(value, list):
         return "none" if value in _NONE else str(value)
     text = ", ".join(map(str, value))
     if len(text) <= _LONGEST:
         return text
     same = next((at for at, (a, b) in enumerate(zip(value, other, strict=False)) if a != b), len(other))
-    text = f"(from {same} on) " + ", ".join(map(str, value[same:]))
+    where = structure.path(same)
+    text = f"(from {same} on{where and f', {where}'}) " + ", ".join(map(str, value[same : same + _LONGEST]))
     return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
 
 
