@@ -311,8 +311,7 @@ def _show(value: Any, other: Any, structure: Structure) -> str:
     if len(text) <= _LONGEST:
         return text
     same = next((at for at, (a, b) in enumerate(zip(value, other, strict=False)) if a != b), len(other))
-    where = structure.path(same)
-    text = f"(from {same} on{where and f', {where}'}) " + ", ".join(map(str, value[same : same + _LONGEST]))
+    text = f"(from {same} on, {structure.path(same)}) " + ", ".join(map(str, value[same : same + _LONGEST]))
     return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
 
 
