@@ -156,6 +156,14 @@ class Structure(Wire, frozen=True):
         """The number of its tensors."""
         return 1 if self.kind == "tensor" else sum(item.count for item in self.items)
 
+    def path(self, index: int) -> str:
+        """The path of one of its tensors, such as ``"['layers'][2]"``; empty for the value itself."""
+        for name, item in zip(self.names or range(len(self.items)), self.items, strict=False):
+            if index < item.count:
+                return f"[{name!r}]{item.path(index)}"
+            index -= item.count
+        return ""
+
     def build(self, tensors: Sequence[Any]) -> Any:
         """Builds a value of this structure from tensors, in order."""
         if self.kind == "tensor":

@@ -29,6 +29,7 @@ from raycollect.core.signals import Deferred, deliver, waiting
 from raycollect.driver.dispatch_lock import Inside
 from raycollect.driver.error_location import ErrorLocator, RankNames
 from raycollect.engine.agreement import ArrivalGather
+from raycollect.engine.long_arrivals import MOST_PARTS
 from raycollect.errors import (
     CollectiveTimeoutError,
     ParticipantDiedError,
@@ -269,13 +270,15 @@ class PlanTracker:
             if min(places, default=-1) < 0 or by_rank.get(message.rank) != position or ranks != tuple(sorted({*ranks})):
                 raise ProtocolError(detail=f"rank {message.rank} has no part in launch {message.seq} of ranks {ranks}")
             rounds = plan.rounds_at(at, in_group=bool(message.group_id))
-            if not 0 <= message.round < rounds:
+            commits = plan.commits and not message.group_id
+            # Long arrivals travel in parts, a round each.
+            if not 0 <= message.round < (rounds - commits) * MOST_PARTS + commits:
                 raise ProtocolError(detail=f"launch {message.seq} has no round {message.round} to agree in")
             key = (message.seq, message.round, message.group_id, ranks)
             blobs = self._gathers.setdefault(key, ArrivalGather(ranks)).arrive(message.rank, message.blob)
             if blobs is None:
                 return []
-            if plan.commits and not message.group_id and message.round == rounds - 1:
+            if commits and not message.blob:
                 if self._is_aborted or self.is_known:  # the others have given up, or will
                     return []
                 self.is_committed = True

@@ -18,13 +18,16 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from raycollect.core.codec import Codec, Wire
-from raycollect.core.model import OpKind, Structure, TensorInfo
+from raycollect.core.model import TENSOR, OpKind, Structure, TensorInfo
 from raycollect.core.operations import PIECES
 from raycollect.errors import InternalError, ProtocolError, Violation
 from raycollect.planner import Program
 
 LONG_NBYTES = 4096
 """The size from which an arrival is compressed: backends bound the size of arrivals."""
+
+CACHED_NBYTES = 16 << 10
+"""The longest arrivals of which results are cached. Ranks that repeat longer ones know them by their digests."""
 
 _CALLERS = {"plan": "a plan", "call": "an imperative call"}
 
@@ -85,15 +88,21 @@ _ARRIVALS = Codec[Arrival](Arrival, "arrival", long_nbytes=LONG_NBYTES)
 
 
 encode_arrival: Callable[[Arrival], bytes] = _ARRIVALS.encode
-decode_arrival: Callable[[bytes], Arrival] = lru_cache(maxsize=256)(_ARRIVALS.decode)
+
+
+def decode_arrival(data: bytes) -> Arrival:
+    """Reads an arrival; raises ProtocolError on other bytes."""
+    return _cached_arrival(data) if len(data) <= CACHED_NBYTES else _ARRIVALS.decode(data)
+
+
+_cached_arrival = lru_cache(maxsize=256)(_ARRIVALS.decode)
 
 
 # The field of a violation of an output ends with it, or with it and the giver's rank.
 OUTPUT = " of output"
 
-_FlowSide = tuple[
-    int, str, Side
-]  # (position of a rank, the name of the part in messages, the part of its gives or takes)
+# (position of a rank, the name of the part in messages, the part of its gives or takes)
+_FlowSide = tuple[int, str, Side]
 
 
 def _flows(specs: Sequence[Spec]) -> Iterator[list[_FlowSide]]:
@@ -192,19 +201,29 @@ class Verdict:
         return largest(self.specs)
 
 
-@lru_cache(maxsize=256)
 def judge(ranks: tuple[int, ...], blobs: tuple[bytes, ...]) -> Verdict:
     """Decides on encoded arrivals; cached for loops.
 
     Raises:
         ProtocolError: An arrival is malformed.
     """
-    arrivals = [_of_rank(rank, blob) for rank, blob in zip(ranks, blobs, strict=True)]
+    return _cached_verdict(ranks, blobs) if max(map(len, blobs)) <= CACHED_NBYTES else _judged(ranks, blobs)
+
+
+def _judged(ranks: tuple[int, ...], blobs: tuple[bytes, ...]) -> Verdict:
+    decoded = dict[bytes, Arrival]()  # equal arrivals are one object, which is looked at once
+    for rank, blob in zip(ranks, blobs, strict=True):
+        if blob not in decoded:
+            decoded[blob] = _of_rank(rank, blob)
+    arrivals = [decoded[blob] for blob in blobs]
     specs = tuple(arrival.spec for arrival in arrivals)
     try:
         return Verdict(violations=decide(ranks, arrivals), specs=specs)
     except (ValueError, TypeError, LookupError) as exc:
         raise ProtocolError(detail=f"arrivals that can't be compared: {exc}") from exc
+
+
+_cached_verdict = lru_cache(maxsize=256)(_judged)
 
 
 def _of_rank(rank: int, blob: bytes) -> Arrival:
@@ -242,8 +261,12 @@ def decide(ranks: Sequence[int], arrivals: Sequence[Arrival]) -> tuple[Violation
     alike = _DEVICE_FIELDS if any(spec.one_device for spec in specs) else _KERNEL_FIELDS
     for parts, fields in [(everything, alike), *((flow, _fields(flow)) for flow in flows)]:
         for name, look in fields.items():
+            values = {key: look(side) for key, side in {id(side): side for _, _, side in parts}.items()}
             violations += _odd_ones(
-                name, [(ranks[at], look(side)) for at, _, side in parts], [of for _, of, _ in parts]
+                name,
+                [(ranks[at], values[id(side)]) for at, _, side in parts],
+                [of for _, of, _ in parts],
+                [side.structure for _, _, side in parts],
             )
     return tuple(dict.fromkeys(violations))
 
@@ -252,35 +275,43 @@ def _fields(flow: Sequence[_FlowSide]) -> dict[str, Callable[[Side], Any]]:
     return _LOOSE_FIELDS if any(side.loose for _, _, side in flow) else _FLOW_FIELDS
 
 
-def _odd_ones(name: str, values: Sequence[tuple[int, Any]], parts: Sequence[str] = ()) -> list[Violation]:
+def _odd_ones(
+    name: str, values: Sequence[tuple[int, Any]], parts: Sequence[str] = (), structures: Sequence[Structure] = ()
+) -> list[Violation]:
     # The violations of ranks whose value differs from the most common one; on a tie, from the first.
-    counts = Counter(repr(value) for _, value in values)
-    if len(counts) < 2:
+    parts, structures = parts or [""] * len(values), structures or [TENSOR] * len(values)
+    objects = {id(value): value for _, value in values}
+    distinct = list[Any]()
+    alike = {}  # the id of a value -> its place among the distinct ones
+    for key, value in objects.items():
+        if value not in distinct:
+            distinct.append(value)
+        alike[key] = distinct.index(value)
+    if len(distinct) < 2:
         return []
-    commonest = counts.most_common(1)[0][0]
-    expected = next(value for _, value in values if repr(value) == commonest)
+    expected = distinct[Counter(alike[id(value)] for _, value in values).most_common(1)[0][0]]
     return [
         Violation(
             kind="mismatch",
             rank=rank,
             field=name + part,
-            found=_show(value, expected),
-            expected=_show(expected, value),
+            found=_show(value, expected, structure),
+            expected=_show(expected, value, structure),
         )
-        for (rank, value), part in zip(values, parts or [""] * len(values), strict=True)
+        for (rank, value), part, structure in zip(values, parts, structures, strict=True)
         if value != expected
     ]
 
 
-def _show(value: Any, other: Any) -> str:
-    # A long list is shown from the first difference on.
+def _show(value: Any, other: Any, structure: Structure) -> str:
+    # A long list is shown from the first difference on, with the path of that tensor.
     if not isinstance(value, list):
         return "none" if value in _NONE else str(value)
     text = ", ".join(map(str, value))
     if len(text) <= _LONGEST:
         return text
     same = next((at for at, (a, b) in enumerate(zip(value, other, strict=False)) if a != b), len(other))
-    text = f"(from {same} on) " + ", ".join(map(str, value[same:]))
+    text = f"(from {same} on, {structure.path(same)}) " + ", ".join(map(str, value[same : same + _LONGEST]))
     return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
 
 
@@ -338,14 +369,20 @@ def encode_arrivals(arrivals: Mapping[int, bytes], *, conflict: bool) -> bytes:
     return _BROUGHT.encode(_Brought(conflict, tuple(distinct), tuple(arrivals), which))
 
 
-@lru_cache(maxsize=256)
 def decode_arrivals(data: bytes) -> tuple[bool, Mapping[int, bytes]]:
     """Reads the arrivals of a participant of a batch; raises ProtocolError on other bytes."""
+    return _cached_arrivals(data) if len(data) <= CACHED_NBYTES else _decoded_arrivals(data)
+
+
+def _decoded_arrivals(data: bytes) -> tuple[bool, Mapping[int, bytes]]:
     conflict, blobs, requests, which = _BROUGHT.decode(data)
     try:
         return conflict, dict(zip(requests, [blobs[at] for at in which], strict=True))
     except (LookupError, ValueError) as exc:
         raise ProtocolError(detail=f"malformed arrivals: {exc}") from exc
+
+
+_cached_arrivals = lru_cache(maxsize=256)(_decoded_arrivals)
 
 
 class Agreement:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from raycollect.backends.array_copies import ArrayCopies
 from raycollect.backends.arrays import Array, native
 from raycollect.core.model import Kernel, OpKind, ReduceOp, TensorInfo
 from raycollect.core.operations import PIECES
@@ -129,10 +130,6 @@ class _Rows:
         self._line: Array = block.memory[:usable].view(dtype)
         self._end = 0
 
-    @property
-    def all(self) -> Array:
-        return self._line[: self._end]
-
     def add(self, arrays: Sequence[Array]) -> tuple[Array, list[Array]]:
         """Makes one row for several arrays, and returns it with the part of each array."""
         start, parts = self._end, []
@@ -153,7 +150,7 @@ class FusedKernel:
     `me` is the position of this rank in the launch; `kernel` has to be launched between `load` and `unload`.
     """
 
-    __slots__ = ("_bytes", "_gathered", "_into", "_loads", "_unloads", "kernel")
+    __slots__ = ("_loads", "_unloads", "kernel")
 
     def __init__(
         self, kind: OpKind, op: ReduceOp | None, peer: int, *, items: Sequence[Item], me: int, block: FusionBuffer
@@ -161,37 +158,19 @@ class FusedKernel:
         rows = _Rows(block, native(items[0].sample.dtype))
         reads = [item.src for item in items if item.src is not None]
         writes = [item.dst for item in items if item.dst is not None]
-        src, loads, dst, unloads, loaded = _laid_out(kind, reads, writes, me, rows)
+        src, loads, dst, unloads = _laid_out(kind, reads, writes, me, rows)
         most = sum(item.most for item in items)
         self.kernel: Kernel = Kernel(kind=kind, src=src, dst=dst, op=op, peer=peer, most=most)
-        self._unloads: _Copies = []
-        self._bytes: list[tuple[memoryview, memoryview]] = []
-        for array, part in unloads:
-            if _is_plain(array) and array.size:  # bytes to bytes: takes a third of numpy's time for a few KiB
-                self._bytes.append((_bytes(array), _bytes(part)))
-            else:
-                self._unloads.append((array, part.reshape(array.shape)))
-        self._loads = [(part.reshape(array.shape), array) for part, array in loads]
-        self._gathered: list[Array] = []
-        self._into: Array | None = None
-        if all(_is_plain(array) for _, array in loads) and loads:
-            self._into = loaded.view(np.uint8)
-            self._gathered = [array.reshape(-1).view(np.uint8) for _, array in loads]
-            self._loads = []
+        self._loads = ArrayCopies([(part.reshape(array.shape), array) for part, array in loads])
+        self._unloads = ArrayCopies([(array, part.reshape(array.shape)) for array, part in unloads])
 
     def load(self) -> None:
-        """Copies the kernel's inputs into the buffer, in one pass."""
-        if self._into is not None:
-            np.concatenate(self._gathered, out=self._into)
-        for part, array in self._loads:
-            np.copyto(part, array)
+        """Copies the kernel's inputs into the buffer."""
+        self._loads.run()
 
     def unload(self) -> None:
         """Copies the kernel's outputs into the tensors."""
-        for target, source in self._bytes:
-            target[:] = source
-        for array, part in self._unloads:
-            np.copyto(array, part)
+        self._unloads.run()
 
 
 _Copies = list[tuple[Array, Array]]
@@ -199,29 +178,28 @@ _Copies = list[tuple[Array, Array]]
 
 def _laid_out(
     kind: OpKind, reads: Sequence[Any], writes: Sequence[Any], me: int, rows: _Rows
-) -> tuple[Any, _Copies, Any, _Copies, Array]:
-    """Returns (src, copies into it, dst, copies out of it, the contiguous part filled by the copies into src).
+) -> tuple[Any, _Copies, Any, _Copies]:
+    """Returns (src, copies into it, dst, copies out of it).
 
     Kernels may write where they read (`model.Kernel`), so most need no second array.
     """
     gives, takes = PIECES.get(kind, (False, False))
     if gives and takes:
         src, given = rows.add_each(reads)
-        loaded = rows.all
         dst, taken = rows.add_each(writes)
-        return src, _each(given, reads), dst, _swapped(_each(taken, writes)), loaded
+        return src, _each(given, reads), dst, _swapped(_each(taken, writes))
     if gives and reads:
         src, given = rows.add_each(reads)
         unloads = list(zip(writes, given[me], strict=True))
-        return src, _each(given, reads), src[me] if writes else None, unloads, rows.all
+        return src, _each(given, reads), src[me] if writes else None, unloads
     if takes and writes:
         dst, taken = rows.add_each(writes)
         loads = list(zip(taken[me], reads, strict=True)) if reads else []
-        return dst[me] if reads else None, loads, dst, _swapped(_each(taken, writes)), dst[me]
+        return dst[me] if reads else None, loads, dst, _swapped(_each(taken, writes))
     row, parts = rows.add(reads or writes)
     loads = list(zip(parts, reads, strict=True)) if reads else []
     unloads = list(zip(writes, parts, strict=True)) if writes else []
-    return row if reads else None, loads, row if writes else None, unloads, row
+    return row if reads else None, loads, row if writes else None, unloads
 
 
 def _each(parts: Sequence[Sequence[Array]], sides: Sequence[tuple[Array, ...]]) -> _Copies:
@@ -231,11 +209,3 @@ def _each(parts: Sequence[Sequence[Array]], sides: Sequence[tuple[Array, ...]]) 
 
 def _swapped(copies: _Copies) -> _Copies:
     return [(array, part) for part, array in copies]
-
-
-def _bytes(array: Array) -> memoryview:
-    return array.reshape(-1).view(np.uint8).data
-
-
-def _is_plain(array: Array) -> bool:
-    return array.flags.c_contiguous and array.dtype.isnative

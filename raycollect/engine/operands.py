@@ -246,7 +246,8 @@ class TaskBuffers:
         leaves.sort(key=lambda leaf: leaf[:2])
         in_place = 0
         for i, (_, stop, index, at, array) in enumerate(leaves):
-            for start, _, other_index, other_at, other in leaves[i + 1 :]:
+            for later in range(i + 1, len(leaves)):
+                start, _, other_index, other_at, other = leaves[later]
                 if start >= stop:
                     break
                 if not (index in written or other_index in written) or not arrays.overlap(array, other):

@@ -7,12 +7,14 @@ read in place are not packed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from raycollect.backends import folds
+from raycollect.backends.array_copies import ArrayCopies
 from raycollect.backends.arrays import Array, box_of
 from raycollect.backends.elements import convert
 from raycollect.core.boxes import BoxRound
@@ -37,8 +39,6 @@ def unfold(array: Array, axes: Axes) -> Array:
 class PackedBoxes:
     """A kernel that has to be launched between `load` and `unload`, as `FusedKernel`."""
 
-    __slots__ = ("_copy", "_loads", "_unloads", "kernel", "round")
-
     def __init__(self, half: Half, number: int, ranks: Sequence[int], memory: Array, find: Find) -> None:
         there, here = half.messages(number)
         transfers = half.rounds[number]
@@ -53,7 +53,6 @@ class PackedBoxes:
         src = tuple(packed[same[rank]] if rank in same else memory[:0] for rank in ranks)
         self.kernel: Kernel = Kernel(kind=OpKind.ALLTOALL, src=src, dst=tuple(taken.values()), most=transfers.most)
         dtypes = tuple(map(np.dtype, half.dtypes))
-        self._copy: Callable[[Array, Array], None] = convert if _converts(half) else np.copyto
         outgoing, incoming = _Cursors(packed), _Cursors(taken)
         self._loads = {
             peer: [
@@ -81,17 +80,23 @@ class PackedBoxes:
 
     def load(self) -> None:
         """Packs the boxes that this rank sends."""
-        for some in self._loads.values():
-            for part, box in some:
-                self._copy(part, box)
+        self._packing.run()
 
     def unload(self) -> None:
         """Unpacks the received boxes; sums are folded in the order of their addends, for reproducible results."""
-        for box, parts in self._unloads:
+        for _, parts in self._unloads:
             if len(parts) > 1:
                 total = parts[0].reshape(-1)
                 folds.fold(ReduceOp.SUM, [part.reshape(-1) for part in parts], total)
-            self._copy(box, parts[0])
+        self._unpacking.run()
+
+    @cached_property
+    def _packing(self) -> ArrayCopies:
+        return ArrayCopies([(part, box) for some in self._loads.values() for part, box in some], convert)
+
+    @cached_property
+    def _unpacking(self) -> ArrayCopies:
+        return ArrayCopies([(box, parts[0]) for box, parts in self._unloads], convert)
 
 
 def _boxes(local: LocalBoxes, find: Find, *, is_dst: bool) -> dict[int, Array]:
@@ -104,15 +109,6 @@ def _boxes(local: LocalBoxes, find: Find, *, is_dst: bool) -> dict[int, Array]:
 def _taken(peers: tuple[int, ...], local: LocalBoxes, find: Find, dtypes: Sequence[np.dtype[Any]]) -> TakenBoxes:
     boxes = _boxes(local, find, is_dst=True)
     return TakenBoxes(tuple(boxes.values()), tuple(dtypes[name] for name in boxes), peers)
-
-
-def _converts(half: Half) -> bool:
-    sides = ((half.src, half.src_of), (half.dst, half.dst_of))
-    return any(
-        at >= 0 and tensors[at].dtype != dtype
-        for tensors, places in sides
-        for at, dtype in zip(places, half.dtypes, strict=True)
-    )
 
 
 def _rows(memory: Array, sizes: Mapping[int, int], end: int) -> tuple[dict[int, Array], int]:

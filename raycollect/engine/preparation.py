@@ -28,8 +28,9 @@ from raycollect.engine.agreement import (
     is_batch,
 )
 from raycollect.engine.device_staging import CUDA, StagingBuffers
-from raycollect.engine.fusion_buffer import FusionBuffer, Item, room
+from raycollect.engine.fusion_buffer import FusionBuffer, Item, room, size_of
 from raycollect.engine.instruments import Instruments
+from raycollect.engine.long_arrivals import messages_of
 from raycollect.engine.missing_operand import MissingOperand
 from raycollect.engine.operands import TaskBuffers
 from raycollect.engine.prepared import Count, Prepared, places_of
@@ -41,6 +42,7 @@ from raycollect.engine.steps import PreparedBundle
 from raycollect.errors import KernelError, RaycollectError, Violation
 from raycollect.errors.text import too_large
 from raycollect.planner import Domain, Program, Role
+from raycollect.planner.fusion import coalesced
 from raycollect.pos import Container, Range
 from raycollect.pos.extents import Extents
 
@@ -112,13 +114,15 @@ class Preparation:
         """Makes the steps of the run from the agreement; `blobs` are the arrivals of the last round."""
         scheduler = Scheduler(self.program, self.tasks, self.buffer, self.first, self.staging_buffers)
         bundles = scheduler.bundles(agreement.verdicts, alone=agreement.conflict)
+        messages = messages_of(blobs)
         return Prepared(
             program=self.program,
             places=() if self.staging_buffers is not None else self.places,  # staging buffers are too large to keep
             ranges=self.ranges,
             arrival=self.arrival,
+            message=messages[self.program.agreement.ranks.index(self.program.agreement.rank)],
             first=self.first,
-            blobs=tuple(blobs),
+            messages=messages,
             bundles=bundles,
             counts=tuple(map(self._count, bundles)),
             writes=[span for bundle in bundles for span in bundle.ranges],
@@ -318,10 +322,14 @@ class Preparation:
                 kind, pairs = step.kind, [pair for operands in tasks for pair in operands.pairs(step)]
                 if len(pairs) < 2 or not isinstance(kind, OpKind):
                     continue
+                domain = tasks[0].share.domain
                 if self.staging_buffers is not None:
-                    side, domain = self.staging_buffers.side, tasks[0].share.domain
+                    side = self.staging_buffers.side
                     pairs = [(side(src, domain), side(dst, domain)) for src, dst in pairs]
-                most = max(most, sum(room(kind, Item(src, dst)) for src, dst in pairs))
+                items = [Item(src, dst) for src, dst in pairs]
+                sizes = [size_of(kind, item, len(domain.ranks)) for item in items] if domain.coalesces else []
+                packed = set(range(len(items))).difference(*coalesced(kind, sizes, coalesces=domain.coalesces))
+                most = max(most, sum(room(kind, items[at]) for at in packed))
         return max(boxes, min(most, self.program.staging))
 
     @property
@@ -366,12 +374,19 @@ def _arrival(operands: TaskBuffers) -> bytes:
         spec = replace(spec, one_device=True)
     if operands.violations:
         return encode_arrival(Arrival(spec=spec, violations=tuple(operands.violations)))
-    return _ready_arrival(spec)
+    sides = (spec.gives, spec.takes)
+    is_short = sum(len(side.tensors) for side in sides if side is not None) <= _CACHED_TENSORS
+    return _cached_arrival(spec) if is_short else _encoded(spec)
 
 
-@lru_cache(maxsize=256)
-def _ready_arrival(spec: Spec) -> bytes:
+_CACHED_TENSORS = 256
+
+
+def _encoded(spec: Spec) -> bytes:
     return encode_arrival(Arrival(spec=spec))
+
+
+_cached_arrival = lru_cache(maxsize=256)(_encoded)
 
 
 def _no_memory(exc: BaseException, expected: str) -> Violation:

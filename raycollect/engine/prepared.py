@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raycollect.backends import arrays
+from raycollect.backends import array_places, arrays
 from raycollect.core.model import Kernel
 from raycollect.engine.fusion_buffer import FusionBuffer
 from raycollect.engine.steps import PreparedBundle
@@ -18,6 +18,9 @@ Count = tuple[Tally, int, int, float]
 """The counts of a bundle: its tally, its calls, their bytes, and its fraction of the time in the agreement."""
 
 
+_FEW = 16  # the most tensors of a container that are compared one by one, which takes less time for one
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prepared:
     """The steps of a run, and its arrival; valid as long as its operands are unchanged.
@@ -26,11 +29,12 @@ class Prepared:
     """
 
     program: Program
-    places: tuple[Any, ...]  # `arrays.place_of` each tensor; empty: a second run needs its own preparation
+    places: tuple[Any, ...]  # `places_of` the operands; empty: a second run needs its own preparation
     ranges: Sequence[Range]  # addresses of all tensors
-    arrival: bytes  # of this participant
+    arrival: bytes  # of this participant, and its message in a repeated run
+    message: bytes
     first: Kernel | None  # the kernel that the backend may prepare before the agreement
-    blobs: tuple[bytes, ...]  # the arrivals of all participants
+    messages: tuple[bytes, ...]  # the messages of all participants in a repeated run
     bundles: tuple[PreparedBundle, ...]
     counts: tuple[Count, ...]  # for each bundle
     writes: Sequence[Range]  # addresses that the bundles write
@@ -41,6 +45,10 @@ class Prepared:
         places = iter(self.places)
         try:
             for container in containers:
+                if len(container.tensors) > _FEW:
+                    if not array_places.are_at(container.tensors, next(places, [])):
+                        return False
+                    continue
                 for tensor in container.tensors:
                     if arrays.place_of(tensor) != next(places, None):
                         return False
@@ -51,4 +59,10 @@ class Prepared:
 
 def places_of(containers: Sequence[Container]) -> tuple[Any, ...]:
     """The addresses and layouts of all tensors; raises TypeError if a tensor has no memory any more."""
-    return tuple([arrays.place_of(tensor) for container in containers for tensor in container.tensors])
+    places: list[Any] = []
+    for container in containers:
+        if len(container.tensors) > _FEW:
+            places.append(array_places.places_of(container.tensors))
+        else:
+            places += map(arrays.place_of, container.tensors)
+    return tuple(places)

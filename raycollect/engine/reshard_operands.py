@@ -17,7 +17,7 @@ from raycollect.engine.operands import Bound, TaskBuffers
 from raycollect.engine.packed_boxes import PackedBoxes, unfold
 from raycollect.planner import Local, TemplateStep
 from raycollect.planner.reshard.halves import Half, decode_half
-from raycollect.planner.reshard.request import Fault, faults_of, made_of, places_of
+from raycollect.planner.reshard.request import Fault, LocalTensor, faults_of, made_of, places_of
 from raycollect.pos import Container, Range
 
 
@@ -149,9 +149,19 @@ class ReshardBuffers(TaskBuffers):
         return None  # the plan determines it
 
     def _local(self, name: int, is_dst: bool) -> Array:
-        half, template = self._half, self._template
-        tensors, place = (half.dst, half.dst_of[name]) if is_dst else (half.src, half.src_of[name])
-        bound = self.buffers[template.dst if is_dst else template.src]
+        return self._targets[self._half.dst_of[name]] if is_dst else self._sources[self._half.src_of[name]]
+
+    # After the agreement
+    @cached_property
+    def _sources(self) -> list[Array]:
+        return self._unfolded(self._template.src, self._half.src)
+
+    @cached_property
+    def _targets(self) -> list[Array]:
+        return self._unfolded(self._template.dst, self._half.dst)
+
+    def _unfolded(self, index: int, tensors: tuple[LocalTensor, ...]) -> list[Array]:
+        bound = self.buffers[index]
         assert bound is not None  # all have agreed
-        array: Array = bound.arrays[places_of(bound.container.structure, tensors)[place]]
-        return unfold(array, tensors[place].axes)
+        places = places_of(bound.container.structure, tensors)
+        return [unfold(bound.arrays[place], tensor.axes) for place, tensor in zip(places, tensors, strict=True)]

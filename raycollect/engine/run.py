@@ -17,6 +17,7 @@ from raycollect.engine.agreement import Agreement, is_batch
 from raycollect.engine.device_staging import Patience, home_of
 from raycollect.engine.fusion_buffer import FusionBuffer
 from raycollect.engine.launches import Launches
+from raycollect.engine.long_arrivals import exchange, whole
 from raycollect.engine.missing_operand import MissingOperand, missing
 from raycollect.engine.observer import Observer
 from raycollect.engine.preparation import Preparation
@@ -234,13 +235,14 @@ class Run(Launches):
         blobs: Sequence[bytes] | None = None
         if cached is not None:
             try:
-                blobs = self.bring(cached.arrival, cached.first, cached.blobs)
+                messages = self.bring(cached.message, cached.first, cached.messages)
             except RefusedError as exc:
                 preparation = self._look_at(operands)
                 preparation.refuse(exc.violations)
             else:
-                if blobs is cached.blobs:
+                if messages is cached.messages:
                     return cached
+                blobs = whole(self.bring, cached.arrival, messages)
         agreement = Agreement(self.program)
         if blobs is None:
             assert preparation is not None  # nothing was cached
@@ -267,10 +269,10 @@ class Run(Launches):
                     self._complete(preparation)
                 self.observer.event("check")
             try:
-                blobs = self.bring(preparation.bring(round_index), preparation.first)
+                blobs = exchange(self.bring, preparation.bring(round_index), preparation.first)
             except RefusedError as exc:  # the arrival was not sent: the violations are sent instead
                 preparation.refuse(exc.violations)
-                blobs = self.bring(preparation.bring(round_index))
+                blobs = exchange(self.bring, preparation.bring(round_index))
             self._judge(agreement, blobs)
         return blobs
 

@@ -116,11 +116,11 @@ class Scheduler:
                 for src, dst, most in items
             ]
         sizes = [size_of(step.kind, item, len(ranks)) for item in items]
-        large = coalesced(step.kind, sizes, coalesces=domain.coalesces)
-        if large:
-            some = [items[at] for at in large]
-            items = [item for at, item in enumerate(items) if at not in set(large)]
+        groups = coalesced(step.kind, sizes, coalesces=domain.coalesces)
+        for group in groups:
+            some = [items[at] for at in group]
             yield self._staged(some, Kernels(*launch, tuple([self._kernel(step.kind, step, item) for item in some])))
+        items = [items[at] for at in sorted(set(range(len(items))).difference(*groups))]
         yield from self._packed(step.kind, step, items, launch, domain.rank)
 
     def _boxes(self, operands: ReshardBuffers, launch: _Launch) -> Iterator[PreparedStep]:

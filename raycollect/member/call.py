@@ -16,6 +16,7 @@ from raycollect.core.model import TENSOR, GroupLike, GroupSpec, Launch, OpKind, 
 from raycollect.core.operations import OPERATIONS
 from raycollect.core.protocols import Communicator
 from raycollect.engine.agreement import Arrival, Spec, decode_single, encode_arrival, encode_single, judge
+from raycollect.engine.long_arrivals import exchange
 from raycollect.engine.run import Outcome, Run
 from raycollect.errors import (
     RaycollectError,
@@ -197,7 +198,7 @@ class MemberCall:
         def attempt(communicator: Communicator, seq: int) -> Outcome:
             launch = Launch(seq=seq, ranks=ranks, timeout_s=limit_s)
             try:
-                blobs = communicator.agree(launch, blob)
+                blobs = exchange(partial(communicator.agree, launch), blob)
                 verdict = judge(launch.ranks, tuple(map(decode_single, launch.ranks, blobs)))
                 return Outcome(error=refusal(spec.op, self._process_group.name, verdict.violations))
             except RaycollectError as exc:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 from raycollect.core.model import OpKind, ReduceOp
@@ -101,14 +102,15 @@ class _Bundle:
         self._base = together.base[self._taken]  # the launch of its first steps
         # As `fusion` will decide; per rank, in pieces per piece
         tensors = [tensor for number in self.requests for tensor in sizes.packed(number)]
-        large = set(coalesced(part.request.kind, [size for _, size in tensors], coalesces=group.spec.coalesces))
+        groups = coalesced(part.request.kind, [size for _, size in tensors], coalesces=group.spec.coalesces)
+        large = set(chain(*groups))
         rest = [tensor for at, tensor in enumerate(tensors) if at not in large]
         filled = buckets(rest, plan.staging if group.spec.memory in ("", "cpu") else 0)
         packed = [[rest[at][1] for at in bucket] for bucket in filled if len(bucket) > 1]
         self._packed = sum(map(len, packed)), len(tensors), len(packed)
         self._together = len(large)
         self.packing_nbytes = max(map(sum, packed), default=0)
-        kernels = max(len(filled) + bool(large), 1)
+        kernels = max(len(filled) + len(groups), 1)
         costs = [_price(part, group, choice.name) for choice in part.choices]
         # Each kernel after the first has the start of the first algorithm
         self._times_s = [cost.line.time_s(nbytes) + (kernels - 1) * costs[0].line.fixed_s for cost in costs]

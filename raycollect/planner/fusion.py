@@ -1,7 +1,8 @@
 """Decides which tensors of a bundle travel together, by facts that all ranks have agreed on: all decide the same.
 
 Small tensors are packed: copied into one staging array, moved by one kernel, copied out. Several larger ones are
-launched at once where the backend coalesces kernels; elsewhere those that are small enough are packed.
+launched at once where the backend coalesces kernels, and so are very many small ones; elsewhere those that are small
+enough are packed.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ of a kernel, some 20 us within a machine. Above that, two more copies cost more 
 TOGETHER_FROM_NBYTES = 32 << 10
 """The smallest tensor that is launched together with others: below it, packing is cheaper."""
 
+TOGETHER_IN_ALL_NBYTES = 1 << 20
+"""The smallest sum of smaller tensors that are launched together: below it, packing is cheaper."""
+
 _NONE: list[int] = []
 
 
-def coalesced(kind: OpKind, sizes: Sequence[int], *, coalesces: bool) -> list[int]:
-    """Selects the tensors that are launched at once: none or several.
+def coalesced(kind: OpKind, sizes: Sequence[int], *, coalesces: bool) -> list[list[int]]:
+    """Selects the groups of tensors that are launched at once: the large ones, and the small ones.
 
     Args:
         kind: The operation.
@@ -32,7 +36,9 @@ def coalesced(kind: OpKind, sizes: Sequence[int], *, coalesces: bool) -> list[in
     if not coalesces or kind in PIECES or kind in PARTIAL_FOLDS:
         return []
     large = [at for at, nbytes in enumerate(sizes) if nbytes >= TOGETHER_FROM_NBYTES]
-    return large if len(large) > 1 else []
+    small = [at for at, nbytes in enumerate(sizes) if 0 <= nbytes < TOGETHER_FROM_NBYTES]
+    groups = [large] if len(large) > 1 else []
+    return [*groups, small] if sum(sizes[at] for at in small) >= TOGETHER_IN_ALL_NBYTES else groups
 
 
 def buckets(sizes: Sequence[tuple[Hashable, int]], staging: int) -> list[list[int]]:

@@ -80,7 +80,9 @@ def plan_part(request: Request, membership: Membership | None = None) -> Part:
 
 
 def _nbytes_of(part: Part) -> int:
-    return sum(
+    reshard = part.request.reshard
+    names = 0 if reshard is None else len(reshard.src) + len(reshard.dst)
+    return _STEP_NBYTES * (names + len(part.request.operands)) + sum(
         len(template.boxes) + _STEP_NBYTES * (len(template.buffers) + sum(map(len, template.ways)))
         for template in part.templates
     )

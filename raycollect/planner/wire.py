@@ -13,6 +13,7 @@ from typing import Any
 from raycollect.core.codec import Codec
 from raycollect.core.model import KEY_NBYTES, Key
 from raycollect.errors import ProtocolError
+from raycollect.planner.plan_cache import PlanCache
 from raycollect.planner.program import Program, Ticket
 
 VERSION = 9
@@ -43,4 +44,19 @@ def decode_order(data: bytes) -> tuple[Ticket, tuple[Key, ...], Program]:
 
 
 encode_program: Callable[[Program], bytes] = _PROGRAMS.encode
-decode_program: Callable[[bytes], Program] = lru_cache(maxsize=256)(_PROGRAMS.decode)
+
+
+def decode_program(data: bytes) -> Program:
+    """Reads the bytes of `encode_program`: one object for equal bytes. Raises ProtocolError if malformed."""
+    if len(data) <= _SHORT_NBYTES:
+        return _short_program(data)
+    program = _long_programs.find(data)
+    if program is None:
+        program = _PROGRAMS.decode(data)
+        _long_programs.add(data, (), program)
+    return program
+
+
+_SHORT_NBYTES = 64 << 10
+_short_program: Callable[[bytes], Program] = lru_cache(maxsize=256)(_PROGRAMS.decode)
+_long_programs: PlanCache[Program] = PlanCache(256, 64 << 20, lambda program: 2 * len(encode_program(program)))

@@ -137,9 +137,10 @@ def places(layouts: Layouts, rank: int, among: Sequence[Atom], *, whole: bool) -
 
 def held_places(layouts: Layouts, rank: int, among: Sequence[Atom]) -> dict[Atom, tuple[int, Point]]:
     """Returns the atoms that a rank has: the index of the local tensor, and where the atom begins in it."""
-    keys = [tensor.key for tensor in local_tensors(tuple(layouts.items())).get(rank, ())]
+    tensors = local_tensors(tuple(layouts.items())).get(rank, ())
+    index = {tensor.key: at for at, tensor in enumerate(tensors)}
     return {
-        atom: (keys.index(layouts[atom[0]].key or atom[0]), part.at)
+        atom: (index[layouts[atom[0]].key or atom[0]], part.at)
         for atom, (part,) in places(layouts, rank, among, whole=True).items()
     }
 

@@ -56,11 +56,8 @@ class LocalSide:
             violations += self._unfit()
         if violations:
             raise refusal(op, "", tuple(violations))
-        keys = [tensor.key for tensor in self._tensors]
-        self._keys = {key: at for at, key in enumerate(keys)}
-        self._at = {
-            name: keys.index(layout.key or name) for name, layout in layouts.items() if (layout.key or name) in keys
-        }
+        keys = self._keys = {tensor.key: at for at, tensor in enumerate(self._tensors)}
+        self._at = {name: keys[key] for name, layout in layouts.items() if (key := layout.key or name) in keys}
 
     @property
     def count(self) -> int:
@@ -92,7 +89,8 @@ class LocalSide:
         held = self._arrays()
         spans = sorted((*arrays.byte_range(array), at) for at, array in enumerate(held))
         for i, (_, stop, at) in enumerate(spans):
-            for start, _, other in spans[i + 1 :]:
+            for later in range(i + 1, len(spans)):
+                start, _, other = spans[later]
                 if start >= stop:
                     break
                 if arrays.overlap(held[at], held[other]):

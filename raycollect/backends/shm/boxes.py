@@ -15,13 +15,14 @@ senders wait for their receivers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from raycollect.backends import folds
+from raycollect.backends.array_copies import ArrayCopies
 from raycollect.backends.arrays import Array, byte_range, native
 from raycollect.backends.elements import convert
 from raycollect.backends.shm.directory import GIVES, ArrayDirectory, Listing, Places
@@ -41,19 +42,17 @@ _Copies = list[tuple[Array, Array]]  # (to, from)
 class _BoxTable(NamedTuple):
     """This rank's table, and the copies that it makes before each round."""
 
-    ranks: tuple[int, ...]
     table: Array
     places: Places  # the position of the table
-    packs: Sequence[_Copies]
+    packs: Sequence[ArrayCopies]
 
 
 class _Moves(NamedTuple):
     """The boxes that this rank reads in a round."""
 
-    copies: _Copies
+    copies: ArrayCopies
     sums: list[tuple[Array, list[Array]]]
     nbytes: int
-    copy: Callable[[Array, Array], None]
 
 
 class _BoxSchedule(NamedTuple):
@@ -80,7 +79,7 @@ class ShmBoxes:
             self._directory.write(0, _NOTHING, launch.ranks)
             return
         np.copyto(boxes.table[: offer.table.nbytes], offer.table.view(np.uint8))
-        _copy(offer.packs[0])
+        offer.packs[0].run()
         self._directory.write(GIVES, offer.places, launch.ranks)
 
     def run(self, meeting: Meeting, launch: Launch, boxes: BoxExchange, until_s: float, *, shown: bool) -> bool:
@@ -100,7 +99,7 @@ class ShmBoxes:
         for at, moves in enumerate(schedule.rounds):
             if at and schedule.flags[at] & _PACKS:
                 meeting.barrier(launch, until_s)  # by then no rank reads the previously packed boxes
-                _copy(offer.packs[at])
+                offer.packs[at].run()
             if at and schedule.flags[at]:
                 meeting.barrier(launch, until_s)
             self._move(meeting, launch, moves, at, until_s)
@@ -112,9 +111,9 @@ class ShmBoxes:
 
     def _move(self, meeting: Meeting, launch: Launch, moves: _Moves, at: int, until_s: float) -> None:
         meter, done, looked = here(), 0, 0
-        for target, source in moves.copies:
-            moves.copy(target, source)
-            done += target.nbytes
+        for step, nbytes in moves.copies.steps:
+            step()
+            done += nbytes
             if done - looked > COPY_NBYTES:
                 meeting.check(launch, launch.ranks, until_s)
                 looked, meter.part = done, at + done / moves.nbytes
@@ -134,15 +133,15 @@ class ShmBoxes:
     # ------------------------------------------------------------------------------------------- sent boxes
 
     def _offer(self, launch: Launch, boxes: BoxExchange) -> _BoxTable | None:
-        offer: _BoxTable | None = boxes.memo.get("offer")
-        if offer is None or offer.ranks != launch.ranks:
-            offer = boxes.memo["offer"] = self._written(launch, boxes)
-        return offer
+        cached: tuple[tuple[int, ...], _BoxTable | None] | None = boxes.memo.get("offer")
+        if cached is None or cached[0] != launch.ranks:
+            cached = boxes.memo["offer"] = launch.ranks, self._written(launch, boxes)
+        return cached[1]
 
     def _written(self, launch: Launch, boxes: BoxExchange) -> _BoxTable | None:
         ranks, rounds = launch.ranks, boxes.rounds
         words = [0] * (len(rounds) * (1 + len(ranks)))
-        packs: list[_Copies] = []
+        packs: list[ArrayCopies] = []
         for at, box_round in enumerate(rounds):
             head = at * (1 + len(ranks))
             copies: _Copies = []
@@ -157,10 +156,10 @@ class ShmBoxes:
                         return None
                 words[head + 1 + place] = begun[id(some)]
             words[head] = _PACKS * bool(copies) | _PASSES_ON * box_round.passes_on
-            packs.append(copies)
+            packs.append(ArrayCopies(copies, convert))
         table = np.array(words, np.int64)
         ref = self._segments.locate(boxes.table.ctypes.data, table.nbytes)
-        return None if ref is None else _BoxTable(ranks, table, Places.of([ref]), packs)
+        return None if ref is None else _BoxTable(table, Places.of([ref]), packs)
 
     def _write(self, gives: Sequence[Give], words: list[int], copies: _Copies) -> bool:
         # Adds the positions of boxes, and the copies to make; False if others can't read one of them.
@@ -212,8 +211,7 @@ class ShmBoxes:
                 copies += zip(take.boxes, parts[0], strict=True)
             else:
                 sums += [(box, [some[at] for some in parts]) for at, box in enumerate(take.boxes)]
-        copy = np.copyto if all(target.dtype == source.dtype for target, source in copies) else convert
-        return _Moves(copies, sums, sum(target.nbytes for target, _ in copies), copy)
+        return _Moves(ArrayCopies(copies, convert), sums, sum(target.nbytes for target, _ in copies))
 
     def _sources(self, rank: int, table: Array, at: int, targets: Sequence[tuple[Array, Any]]) -> Iterator[Array]:
         memory: Any = self._directory.segment(rank) if targets else None
@@ -235,11 +233,6 @@ def _taken_from(rank: int, box_round: BoxRound) -> list[tuple[Array, Any]]:
 
 def _all_give(listings: Sequence[Listing]) -> bool:
     return all(listing.flags & GIVES for listing in listings)
-
-
-def _copy(copies: _Copies) -> None:
-    for target, source in copies:
-        convert(target, source)
 
 
 def _add_up(target: Array, parts: Sequence[Array]) -> None:

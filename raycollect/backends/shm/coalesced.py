@@ -11,21 +11,25 @@ import numpy as np
 
 from raycollect.backends.arrays import Array, Flat, native
 from raycollect.backends.kernels import remembered
+from raycollect.core.memory_vectors import MemoryVectors
 from raycollect.core.model import Kernel
 
 # Elements [first, last) of a row, the array that holds them, and their range [start, stop) in it
 _Span = tuple[int, int, Flat, int, int]
+_MANY = 8  # From so many arrays in a chunk on, vectors take less time
 
 
 class CoalescedRow(Flat):
     """Consecutive arrays of one type as a flat row of native elements; see `Flat`."""
 
-    __slots__ = ("_cached_spans", "_ends", "_flats", "nbytes")
+    __slots__ = ("_cached_spans", "_ends", "_flats", "_vectors", "nbytes")
 
     def __init__(self, arrays: Sequence[Array]) -> None:
         self._flats = [Flat(array) for array in arrays if array.size]
         self._ends = list(accumulate(flat.size for flat in self._flats))
-        self._cached_spans: dict[tuple[int, int], list[_Span]] = {}  # every kernel has the same chunks
+        # Every kernel has the same chunks
+        self._cached_spans: dict[tuple[int, int], list[_Span]] = {}
+        self._vectors: dict[tuple[int, int], MemoryVectors | None] = {}
         self.direct: bool = False
         self.size: int = self._ends[-1] if self._ends else 0
         self.dtype: np.dtype[Any] = (self._flats or [Flat(arrays[0])])[0].dtype
@@ -46,14 +50,32 @@ class CoalescedRow(Flat):
 
     def fill(self, chunk: Array, lo: int, hi: int) -> None:
         """Copies elements [lo, hi) to a chunk of equal size."""
+        vectors = self._vectors_of(lo, hi) if chunk.flags.c_contiguous else None
+        if vectors is not None and vectors.gather(chunk.ctypes.data):
+            return
         parts = [flat.read(start, stop) for _, _, flat, start, stop in self._spans(lo, hi)]
         if parts:
             np.concatenate(parts, out=chunk)
 
     def write(self, lo: int, hi: int, values: Array) -> None:
         """Writes elements [lo, hi)."""
+        vectors = self._vectors_of(lo, hi) if values.flags.c_contiguous else None
+        if vectors is not None and vectors.scatter(values.ctypes.data):
+            return
         for first, last, flat, start, stop in self._spans(lo, hi):
             flat.write(start, stop, values[first - lo : last - lo])
+
+    def _vectors_of(self, lo: int, hi: int) -> MemoryVectors | None:
+        """The places of elements [lo, hi); None if arrays are few, or not contiguous."""
+        if (lo, hi) not in self._vectors:
+            spans, itemsize = self._spans(lo, hi), self.dtype.itemsize
+            vectors = None
+            if len(spans) >= _MANY and all(flat.direct for _, _, flat, _, _ in spans):
+                vectors = MemoryVectors(
+                    [(flat.address + at * itemsize, (end - at) * itemsize) for _, _, flat, at, end in spans]
+                )
+            self._vectors[lo, hi] = vectors
+        return self._vectors[lo, hi]
 
     def _cut(self, lo: int, hi: int) -> Iterator[_Span]:
         at = bisect_right(self._ends, lo)

@@ -95,7 +95,10 @@ def encode_halves(halves: Mapping[int, Half]) -> dict[int, bytes]:
     return {rank: _HALVES.encode(half) for rank, half in halves.items()}
 
 
-@lru_cache(maxsize=64)
 def decode_half(data: bytes) -> Half:
     """Reads the bytes of `encode_halves`; raises ProtocolError if malformed."""
-    return _HALVES.decode(data)
+    return _cached_half(data) if len(data) <= _CACHED_NBYTES else _HALVES.decode(data)
+
+
+_CACHED_NBYTES = 64 << 10
+_cached_half = lru_cache(maxsize=64)(_HALVES.decode)

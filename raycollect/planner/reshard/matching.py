@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from operator import sub
 from typing import NamedTuple
 
@@ -11,6 +10,7 @@ from raycollect.errors import Violation, wrong_layout
 from raycollect.errors.text import listed
 from raycollect.planner.boxes import Box, BoxIndex, Point, atoms, common, moved, volume, without, words
 from raycollect.planner.layout import Layout, Region, Regions
+from raycollect.planner.plan_cache import PlanCache
 from raycollect.planner.reshard.request import Named, Reshard
 
 
@@ -36,9 +36,20 @@ class Matched(NamedTuple):
     holes: tuple[tuple[Box, int, tuple[int, ...]], ...]  # (a box, its missing addend, its readers)
 
 
-@lru_cache(maxsize=256)
 def matched(src: Regions, dst: Regions) -> Matched:
     """Matches the boxes of sources with those of targets, without empty ones."""
+    result = _matched.find((src, dst))
+    if result is None:
+        result = _match(src, dst)
+        _matched.add((src, dst), (), result)
+    return result
+
+
+_matched: PlanCache[Matched] = PlanCache(256, 64 << 20, lambda result: _PIECE_NBYTES * sum(map(len, result)))
+_PIECE_NBYTES = 250
+
+
+def _match(src: Regions, dst: Regions) -> Matched:
     held = atoms([region.bounds for region in src.rows])
     wanted = atoms([region.bounds for region in dst.rows])
     index = BoxIndex([box for box, _ in held])

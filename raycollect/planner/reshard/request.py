@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from hashlib import blake2b
 from math import prod
 
@@ -166,8 +166,8 @@ Fault = tuple[str, str, str]
 
 def faults_of(structure: Structure, infos: Sequence[TensorInfo], tensors: Sequence[LocalTensor]) -> list[Fault]:
     """All faults of the value that a rank holds; `tensors` are the expected ones."""
-    names = tuple(tensor.key for tensor in tensors)
-    if names == ("",):
+    names = dict.fromkeys(tensor.key for tensor in tensors)
+    if tuple(names) == ("",):
         if structure != TENSOR:
             return [("value", str(structure), "a tensor")]
         return list(_unlike([("", infos[0], tensors[0])]))
@@ -201,7 +201,6 @@ def made_of(tensors: Sequence[LocalTensor], library: str = "numpy") -> tuple[Str
     return (TENSOR if names == ("",) else Structure("dict", names, (TENSOR,) * len(names))), infos
 
 
-@lru_cache(maxsize=64)
 def places_of(structure: Structure, tensors: tuple[LocalTensor, ...]) -> tuple[int, ...]:
     """For each local tensor its place among the tensors of a value that has no faults."""
     if structure.kind == "tensor":

@@ -124,13 +124,13 @@ def test_all_take_their_results_once_all_have_them_and_no_abort_has_come(ends: s
         asked(group("left", (5, 6, 7)), (0, 1, 2), snapshot=True), asked(group("right", (8, 7)), (4, 3), snapshot=True)
     )
     at_check = Arrive(group_id="", seq=SEQ, round=0, ranks=[0, 1, 2, 3], rank=0, blob=b"")
-    for turn in (0, 1):
+    for turn, blob in ((0, b"an arrival"), (1, b"")):
         for rank in range(3):
-            assert tracker.arrive(rank, replace(at_check, round=turn, rank=rank)) == []
+            assert tracker.arrive(rank, replace(at_check, round=turn, rank=rank, blob=blob)) == []
         if turn == 0:
-            assert [at for at, _ in tracker.arrive(3, replace(at_check, rank=3))] == [0, 1, 2, 3]
+            assert [at for at, _ in tracker.arrive(3, replace(at_check, rank=3, blob=blob))] == [0, 1, 2, 3]
             assert not tracker.is_committed
-    for wrong in ({"round": 2}, {"seq": SEQ + tracker.plan.width}, {"ranks": [3, 2, 1, 0]}, {"rank": 1}):
+    for wrong in ({"round": 1 << 20}, {"seq": SEQ + tracker.plan.width}, {"ranks": [3, 2, 1, 0]}, {"rank": 1}):
         with pytest.raises(ProtocolError):
             tracker.arrive(3, replace(at_check, **{"round": 1, "rank": 3, **wrong}))
     if ends == "it is cancelled":
@@ -370,7 +370,7 @@ def test_a_rank_at_the_check_twice_or_a_stranger_breaks_the_protocol() -> None:
         {"ranks": [3, 5]},
         {"ranks": [5, 2]},
         {"ranks": [2, 2, 5]},
-        {"round": 1},
+        {"round": 1 << 20},
         {"round": -1},
         {"seq": SEQ + 1},
         {"seq": SEQ - 1},

@@ -48,7 +48,10 @@ def test_several_large_tensors_are_launched_together_or_none() -> None:
     sizes = [1, large, large - 1, 10 * large, -1]
     for kind in OpKind:
         is_one = kind not in PIECES and kind not in PARTIAL_FOLDS
-        assert coalesced(kind, sizes, coalesces=True) == ([1, 3] if is_one else [])
+        assert coalesced(kind, sizes, coalesces=True) == ([[1, 3]] if is_one else [])
+        many = [1000] * 2000
+        assert coalesced(kind, [*many, large], coalesces=True) == ([list(range(2000))] if is_one else [])
+        assert coalesced(kind, [*sizes, *many], coalesces=True) == ([[1, 3], [0, 2, *range(5, 2005)]] if is_one else [])
     assert coalesced(OpKind.ALLREDUCE, sizes, coalesces=False) == []
     assert coalesced(OpKind.ALLREDUCE, [1, large, large - 1, -1], coalesces=True) == []
     assert coalesced(OpKind.ALLREDUCE, [], coalesces=True) == []

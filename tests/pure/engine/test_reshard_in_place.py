@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raycollect.backends.shm import boxes
+from raycollect.backends.array_copies import ArrayCopies
 from raycollect.backends.shm.communicator import ShmCommunicator
 from raycollect.core.model import GroupSpec
 from raycollect.core.protocols import NoFaults
@@ -95,8 +95,8 @@ def test_boxes_are_read_where_they_are_and_others_packed_once(
     monkeypatch.setattr(ShmCommunicator, "launch", refuse)
     monkeypatch.setattr(PackedBoxes, "load", refuse)
     packed: list[int] = []
-    pack = boxes._copy
-    monkeypatch.setattr(boxes, "_copy", lambda copies: (packed.append(len(copies)), pack(copies)))
+    pack = ArrayCopies.run
+    monkeypatch.setattr(ArrayCopies, "run", lambda copies: (packed.append(len(copies.steps)), pack(copies)))
     whole = whole_tensors(SRC, 0)
     given, taken = held_by(SRC, whole), empty_of(DST)
     if is_shared:

@@ -1,0 +1,98 @@
+"""Arrivals of any length, over exchanges of short messages.
+
+A long arrival travels as its digest first. All ranks see the same messages, so all decide alike: if each rank's message
+says that it knows the arrivals of all by an earlier run, nothing else is sent; else the arrivals follow in parts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+from raycollect.core.codec import Codec, Wire
+from raycollect.core.model import Kernel
+from raycollect.errors import ProtocolError, Violation, refusal
+
+PART_NBYTES = 60 << 10
+"""The longest message; the agreement of each backend carries it."""
+
+MOST_NBYTES = 32 << 20
+"""The longest arrival."""
+
+MOST_PARTS = 1 + -(-MOST_NBYTES // PART_NBYTES)
+"""The most messages of a rank in a round of the agreement."""
+
+_NO_PART = b"\x00"  # not empty: an empty message is a commit
+_MARK = b"\xc0"  # the first byte of a digest's message; no other arrival begins with it
+
+
+class _Digest(Wire, frozen=True, kw_only=True):
+    """The first message of a long arrival, or of any arrival among known long ones."""
+
+    nbytes: int
+    digest: bytes
+    earlier: bytes  # the digest of the arrivals of all ranks in an earlier run; empty: there was none
+
+
+_DIGESTS = Codec[_Digest](_Digest, "digest of an arrival")
+
+Bring = Callable[[bytes, Kernel | None], Sequence[bytes]]
+"""Exchanges one message, as `Launches.bring`."""
+
+
+def exchange(bring: Bring, arrival: bytes, kernel: Kernel | None = None) -> Sequence[bytes]:
+    """Exchanges arrivals without an earlier run; returns those of all ranks.
+
+    Raises:
+        RefusedError: The arrival is too long. Nothing was sent.
+        ProtocolError: Another rank's messages are malformed.
+    """
+    if len(arrival) <= PART_NBYTES:
+        return whole(bring, arrival, bring(arrival, kernel))
+    if len(arrival) > MOST_NBYTES:
+        actual = f"of so many tensors that their description takes {len(arrival)} bytes"
+        expected = f"at most {MOST_NBYTES}: several operands, one after the other"
+        raise refusal("", "", (Violation(kind="unsupported", field="operand", found=actual, expected=expected),))
+    return whole(bring, arrival, bring(_message(arrival, b""), None))
+
+
+def whole(bring: Bring, arrival: bytes, messages: Sequence[bytes]) -> Sequence[bytes]:
+    """Returns the arrivals of all ranks from their first messages; exchanges the parts of long ones.
+
+    Raises:
+        ProtocolError: Another rank's messages are malformed.
+    """
+    digests = [_DIGESTS.decode(bytes(message[1:])) if message[:1] == _MARK else None for message in messages]
+    most = max((digest.nbytes for digest in digests if digest is not None), default=0)
+    if not most:
+        return messages
+    if most > MOST_NBYTES:
+        raise ProtocolError(detail=f"an arrival of {most} bytes")
+    parts = [bytearray() for _ in messages]
+    for start in range(0, most, PART_NBYTES):
+        brought = bring(arrival[start : start + PART_NBYTES] or _NO_PART, None)
+        for digest, gathered, part in zip(digests, parts, brought, strict=True):
+            if digest is not None and start < digest.nbytes:
+                gathered += part
+    arrivals = list[bytes]()
+    for digest, gathered, message in zip(digests, parts, messages, strict=True):
+        arrivals.append(bytes(message if digest is None else gathered))
+        if digest is not None and (len(gathered), _hashed(gathered)) != (digest.nbytes, digest.digest):
+            raise ProtocolError(detail="the parts of an arrival do not fit its digest")
+    return arrivals
+
+
+def messages_of(arrivals: Sequence[bytes]) -> tuple[bytes, ...]:
+    """Returns the ranks' first messages in a later run with the same arrivals."""
+    if all(len(arrival) <= PART_NBYTES for arrival in arrivals):
+        return tuple(arrivals)
+    earlier = _hashed(b"".join(map(_hashed, arrivals)))
+    return tuple([_message(arrival, earlier) for arrival in arrivals])
+
+
+def _message(arrival: bytes, earlier: bytes) -> bytes:
+    return _MARK + _DIGESTS.encode(_Digest(nbytes=len(arrival), digest=_hashed(arrival), earlier=earlier))
+
+
+def _hashed(data: bytes | bytearray) -> bytes:
+    return hashlib.blake2b(data, digest_size=32).digest()

@@ -1,0 +1,155 @@
+"""Dicts of so many tensors that their description travels in parts, and by its digest in later runs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raycollect.core.model import OpKind
+from raycollect.engine.agreement import Arrival, Spec, encode_arrival
+from raycollect.engine.long_arrivals import PART_NBYTES, exchange, messages_of, whole
+from raycollect.engine.operands import Bound
+from raycollect.errors import MismatchError, ProtocolError
+from raycollect.planner import Request
+from raycollect.pos import tensors
+from tests.pure.engine.convoys import convoy_of
+from tests.pure.fleet import WAIT_S, Convoy, contain
+
+WORLD, COUNT = 3, 2500
+NAMES = [hashlib.sha256(str(at).encode()).hexdigest() for at in range(COUNT)]  # which hardly compress
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def convoy(request: pytest.FixtureRequest) -> Iterator[Convoy]:
+    with convoy_of(WORLD, request.param) as convoy:
+        yield convoy
+
+
+def model(value: float, make: Any = np.zeros) -> dict[str, Any]:
+    arrays = {name: make(1 + at % 3, np.float32 if at % 2 else np.float64) for at, name in enumerate(NAMES)}
+    for array in arrays.values():
+        array[...] = value
+    return arrays
+
+
+def description(value: dict[str, Any]) -> bytes:
+    bound = Bound(contain(value), tuple(value.values()))
+    return encode_arrival(Arrival(spec=Spec(op="broadcast", gives=bound.side)))
+
+
+def broadcast(convoy: Convoy, keys: Sequence[Any]) -> dict[int, Any]:
+    """The errors by rank."""
+    (membership,) = convoy.memberships
+    operands = tuple((rank, key if rank == 0 else None, None if rank == 0 else key) for rank, key in enumerate(keys))
+    request = Request(kind=OpKind.BROADCAST, group=membership.spec, operands=operands, root=0, timeout_s=WAIT_S)
+    return {one: outcome.error for one, outcome in convoy.run([request], [membership]).items() if outcome.error}
+
+
+def holds(some: dict[str, Any], value: float) -> bool:
+    return all((array == value).all() for array in some.values())
+
+
+@pytest.mark.parametrize("make", [np.zeros, tensors.zeros], ids=["plain", "shared"])
+def test_a_loop_over_a_large_dict_sends_the_current_values(convoy: Convoy, make: Any) -> None:
+    models = [model(rank, make) for rank in range(WORLD)]
+    keys = [convoy.keep(rank, one) for rank, one in enumerate(models)]
+    assert len(description(models[0])) > PART_NBYTES
+    for value in (7, 8, 9):
+        for array in models[0].values():
+            array[...] = value
+        assert broadcast(convoy, keys) == {}
+        assert all(holds(one, value) for one in models)
+
+
+def test_a_rank_that_comes_with_another_dict_gets_the_parts_again(convoy: Convoy) -> None:
+    models = [model(rank) for rank in range(WORLD)]
+    keys = [convoy.keep(rank, one) for rank, one in enumerate(models)]
+    for _ in range(2):
+        assert broadcast(convoy, keys) == {}
+    other = model(5)
+    assert broadcast(convoy, [*keys[:2], convoy.keep(2, other)]) == {}
+    assert holds(other, 0)
+    assert broadcast(convoy, keys) == {}
+
+
+@pytest.mark.parametrize("runs", [0, 2])
+@pytest.mark.parametrize("at", [0, COUNT - 1])
+def test_one_other_tensor_of_a_large_dict_is_named(convoy: Convoy, at: int, runs: int) -> None:
+    models = [model(rank) for rank in range(WORLD)]
+    keys = [convoy.keep(rank, one) for rank, one in enumerate(models)]
+    for _ in range(runs):
+        assert broadcast(convoy, keys) == {}
+    odd = model(5)
+    odd[NAMES[at]] = np.full(4, 5, odd[NAMES[at]].dtype)
+    errors = broadcast(convoy, [keys[0], convoy.keep(1, odd), keys[2]])
+    assert {type(error) for error in errors.values()} == {MismatchError}
+    assert len(errors) == WORLD
+    for error in errors.values():
+        (violation,) = error.violations
+        assert (violation.rank, violation.field) == (1, "shape")
+        assert violation.found.startswith(f"(from {at} on, ['{NAMES[at]}']) [4]")
+    assert holds(odd, 5), "nothing was written"
+    assert broadcast(convoy, keys) == {}
+
+
+def test_a_dict_without_one_name_is_refused_on_all_ranks(convoy: Convoy) -> None:
+    models = [model(rank) for rank in range(WORLD)]
+    del models[2][NAMES[100]]
+    errors = broadcast(convoy, [convoy.keep(rank, one) for rank, one in enumerate(models)])
+    assert {type(error) for error in errors.values()} == {MismatchError}
+    assert len(errors) == WORLD
+
+
+# ---------------------------------------------------------------------------------------------- the exchange
+
+
+class Others:
+    """The exchange as one rank sees it; the other ranks send these messages, round by round."""
+
+    def __init__(self, rounds: Sequence[bytes]) -> None:
+        self.sent: list[bytes] = []
+        self._rounds = list(rounds)
+
+    def __call__(self, message: bytes, _: object = None) -> list[bytes]:
+        self.sent.append(message)
+        return [message, self._rounds.pop(0)]
+
+
+LONG = bytes(range(256)) * 1000
+
+
+def test_short_arrivals_take_one_exchange() -> None:
+    others = Others([b"theirs"])
+    assert exchange(others, b"mine") == [b"mine", b"theirs"]
+    assert messages_of([b"mine", b"theirs"]) == (b"mine", b"theirs")
+
+
+def test_a_rank_with_a_short_arrival_gets_the_parts_of_a_long_one() -> None:
+    first: list[bytes] = []
+    exchange(lambda message, _: (first.append(message), [message])[1] if not first else [message], LONG)
+    parts = [LONG[at : at + PART_NBYTES] for at in range(0, len(LONG), PART_NBYTES)]
+    others = Others([*first, *parts])
+    assert exchange(others, b"mine") == [b"mine", LONG]
+    assert all(others.sent), "an empty message is a commit"
+
+
+def test_parts_that_do_not_fit_their_digest_are_refused() -> None:
+    _, message = messages_of([b"mine", LONG])
+    for parts in ([b"no part"] * 10, [LONG[at : at + PART_NBYTES] for at in range(7, len(LONG) + 7, PART_NBYTES)]):
+        with pytest.raises(ProtocolError):
+            exchange(Others([message, *parts]), b"mine")
+    with pytest.raises(ProtocolError):
+        exchange(Others([message[:-1]]), b"mine")
+
+
+def test_messages_of_a_later_run_differ_with_any_arrival() -> None:
+    later = messages_of([LONG, b"other"])
+    assert later == messages_of([LONG, b"other"])
+    assert sum(map(len, later)) < 500
+    for changed in ([LONG[1:], b"other"], [LONG, b"others"]):
+        assert all(one != other for one, other in zip(later, messages_of(changed), strict=True))
+    assert whole(Others([]), b"mine", [b"mine", b"theirs"]) == [b"mine", b"theirs"]
