@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from msgspec import structs
@@ -47,6 +46,7 @@ from raycollect.weights.protocol import (
 )
 from raycollect.weights.ranks import ATTACH_S, Job, Ranks, Update, drive, why_over, wrong_name
 from raycollect.weights.receipts import Receipt
+from raycollect.weights.side import WeightSide
 from raycollect.weights.turns import Turns
 
 
@@ -75,21 +75,19 @@ def subscribe(
     return Subscription(name, dst_refs, layout, inplace=inplace)
 
 
-class Subscription:
+class Subscription(WeightSide):
     """A receiver group; see `subscribe`. It may be used as a context, and be passed to methods of its actors.
 
     Attributes:
         name: The name of the publication.
     """
 
-    _is_open = True
-    _session: Any = None
+    _receives = True
 
     def __init__(self, name: str, dst_refs: Sequence[Any], layout: Any, *, inplace: bool) -> None:
         refuse("subscribe", [*wrong_name(name), *wrong_flags(inplace=inplace)])
         ensure_ray("subscribe", dst_refs)
-        self._session = ray_session.core_worker() if ray_session.is_connected() else None
-        self.name = name
+        super().__init__(name)
         self._id = secrets.token_hex(8)
         self._inplace = inplace = bool(inplace)
         self._ranks = Ranks("subscribe", dst_refs, layout, ATTACH_S)
@@ -108,6 +106,7 @@ class Subscription:
         self._version = protocol.shown_by_all(self._ranks.shown)
         self._turns = Turns(name)
         self._places: dict[tuple[bytes, int], tuple[tuple[Atom, ...], dict[Atom, Any]]] = {}
+        self._opened()
 
     def version(self) -> Version | None:
         """Returns the version that methods see: in a rank's process its own version, elsewhere that of the last update.
@@ -268,12 +267,14 @@ class Subscription:
         before, self._version = self._version, version
         is_same_epoch = before is not None and before.epoch == version.epoch
         since = before.count if is_same_epoch and before is not None else 0
+        skipped = max(version.count - since - 1, 0) if before is not None else 0
+        self._skipped += skipped
         return Receipt(
             name=self.name,
             version=version,
             ranks=tuple(job.staged[rank][0] for rank in sorted(job.round.done)),
             lost=tuple(sorted(job.round.lost)),
-            skipped=max(version.count - since - 1, 0) if before is not None else 0,
+            skipped=skipped,
             seconds=time.monotonic() - began_s,
         )
 
@@ -291,12 +292,6 @@ class Subscription:
         if not job.round.done:
             return VersionNotWholeError(**where, detail="the processes of all its ranks have ended")
         return VersionNotWholeError(**where, detail="others have updated the same actors, or written their tensors")
-
-    def __enter__(self) -> Subscription:  # noqa: PYI034 - Python 3.10 has no `Self`
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Elsewhere, (self.name, self._id, self._version)

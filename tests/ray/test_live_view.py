@@ -78,6 +78,28 @@ def test_frame_names_the_rank_that_others_wait_for(view, gate):
     work.wait()
 
 
+def test_frame_shows_the_versions_of_weights(view, name):
+    def is_shown(**expected):
+        (shown,) = frame_of(view)["publications"]
+        shown.update({f"group_{key}": value for group in shown["receivers"] for key, value in group.items()})
+        return expected.items() <= shown.items()
+
+    refs = buffers(view.workers)
+    with col.publish(refs[:1], name) as publication, col.subscribe(name, refs[1:]) as subscription:
+        assert wait_until(lambda: is_shown(name=name, is_here=True, number=0, group_number=0))
+        for _ in range(2):
+            publication.put()
+            subscription.update()
+        for _ in range(3):
+            publication.put()
+        expected = {"number": 5, "holders": 0, "group_number": 2, "group_behind": 3, "group_skipped": 0}
+        assert wait_until(lambda: is_shown(**expected))
+        subscription.update()
+        expected = {"holders": 2, "group_number": 5, "group_behind": 0, "group_skipped": 2}
+        assert wait_until(lambda: is_shown(**expected))
+    assert wait_until(lambda: not frame_of(view)["publications"])
+
+
 def test_a_process_has_one_view_and_one_recording(view):
     assert col.live() is view
     with pytest.raises(errors.TimelineError):
