@@ -109,11 +109,7 @@ def _publications(publications: Sequence[PublicationFrame]) -> Table:
     for heading in ("bytes", "held by", "behind", "skipped"):
         table.add_column(heading, justify="right")
     for publication in publications:
-        publisher = (
-            f"unknown: {publication.error}"
-            if publication.error
-            else publication.publisher or "nobody has put a version"
-        )
+        publisher = f"unknown: {publication.error}" if publication.error else publication.publisher
         held = f"{publication.holders} ranks" if publication.number else ""
         nbytes = nbytes_words(publication.nbytes) if publication.number else ""
         table.add_row(Text(publication.name), Text(publisher), _version(publication), nbytes, held)
@@ -124,7 +120,7 @@ def _publications(publications: Sequence[PublicationFrame]) -> Table:
 
 
 def _version(of: PublicationFrame | ReceiverFrame) -> str:
-    return f"{of.number} of epoch {of.epoch}" if of.number else ""
+    return f"{of.number} of epoch {of.epoch}" if of.number else "none"
 
 
 def _receivers(receiver: ReceiverFrame) -> str:

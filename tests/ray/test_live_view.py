@@ -153,3 +153,26 @@ def test_top_draws_writes_the_timeline_and_quits(view, tmp_path):
     os.close(ours)
     (file,) = tmp_path.glob("timeline-*.json")
     assert json.loads(file.read_bytes())["traceEvents"]
+
+
+def test_any_process_of_the_cluster_finds_the_view(actors, monkeypatch):
+    """An actor, and `raycollect top` as another driver, read the view of this process."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)  # Ray's tasks have none
+    reader, *workers = actors(Worker, 3)
+    col.declare_collective_group(workers)
+    with col.live():
+        key = f"{ray.util.get_node_ip_address()}:{os.getpid()}"
+        frame = ray.get(reader.call.remote(frame_of_process, os.getpid()))
+        assert (frame["pid"], [group["name"] for group in frame["groups"]]) == (os.getpid(), ["default"])
+        command = [*TOP, "--json", "--cluster", key, "--address", ray.get_runtime_context().gcs_address]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+        assert json.loads(done.stdout)["pid"] == os.getpid()
+        (found,) = [view for view in col.live_views() if view.pid == os.getpid()]
+    with pytest.raises(ConnectionError):
+        found.frame()
+    assert os.getpid() not in [view.pid for view in col.live_views()]
+
+
+def frame_of_process(_, pid):
+    (found,) = [view for view in col.live_views() if view.pid == pid]
+    return found.frame()
