@@ -42,6 +42,8 @@ _SIGNALS = tuple(int(getattr(signal, f"SIG{name}")) for name in _NAMES.split() i
 
 _DEPTH = 12  # the most frames of `Deferred.__enter__`, below that of its caller
 
+_HIDDEN = ("raycollect", "ray")  # packages whose frames are hidden in a notebook
+
 _ACTION_NBYTES = 1024  # more than any `struct sigaction` takes
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -105,7 +107,7 @@ class _Main:
         while self.pending:
             number = self.pending.pop(0)
             try:
-                self.handlers[number](number, frame)
+                _handle(number, frame)
             finally:
                 if self.pending:
                     self.deliver(frame)
@@ -225,10 +227,28 @@ def waiting(wait: Callable[[float], object], timeout_s: float | None = None) -> 
 def _record(number: int, frame: FrameType | None) -> Any:
     main = _main
     if not (main.is_deferring or (main.open and _is_guarded(frame))):
-        return main.handlers[number](number, frame)
+        return _handle(number, frame)
     if number not in main.pending:
         main.pending.append(number)
     return None
+
+
+def _handle(number: int, frame: FrameType | None) -> Any:
+    try:
+        return _main.handlers[number](number, frame)
+    except BaseException:
+        if "IPython" in sys.modules:
+            _hide_frames()
+        raise
+
+
+def _hide_frames() -> None:
+    """Hides the callers that belong to this package or to Ray from IPython, which otherwise shows each of them."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] in _HIDDEN:
+            frame.f_locals["__tracebackhide__"] = True
+        frame = frame.f_back
 
 
 def _is_guarded(frame: FrameType | None) -> bool:
