@@ -25,6 +25,7 @@ FACTS = """{
 }"""
 
 
+@pytest.mark.full
 @pytest.mark.skipif(find_spec("PyQt6") is None, reason="needs PyQt6-WebEngine, of the extra test-full")
 @pytest.mark.parametrize("width", [1280, 390])
 def test_page_in_a_browser(width):
