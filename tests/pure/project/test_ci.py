@@ -19,7 +19,8 @@ def expanded(pattern: str) -> list[str]:
 
 
 def test_every_test_file_that_is_named_exists() -> None:
-    text = re.sub(r"\s*\\\n\s*", " ", (ROOT / ".ci/run").read_text())
+    scripts = [ROOT / ".ci/run", *(ROOT / "tests").glob("*.sh")]
+    text = re.sub(r"\s*\\\n\s*", " ", "\n".join(script.read_text() for script in scripts))
     named = [path for word in re.findall(r"tests/[\w/{},.]+", text) for path in expanded(word)]
     assert len(named) > 10
     assert [path for path in named if not (ROOT / path).exists()] == []
