@@ -24,7 +24,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
 from functools import cache
 from math import inf
 from threading import get_ident
@@ -237,18 +238,20 @@ def _handle(number: int, frame: FrameType | None) -> Any:
     try:
         return _main.handlers[number](number, frame)
     except BaseException:
-        if "IPython" in sys.modules:
-            _hide_frames()
+        _hide_frames(traceback.walk_stack(sys._getframe()))
         raise
 
 
-def _hide_frames() -> None:
-    """Hides the callers that belong to this package or to Ray from IPython, which otherwise shows each of them."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if str(frame.f_globals.get("__name__")).partition(".")[0] in _HIDDEN:
-            frame.f_locals["__tracebackhide__"] = True
-        frame = frame.f_back
+def hide_frames(exc: BaseException) -> None:
+    """Hides the frames of this package and of Ray in the traceback of an interrupt from IPython, which shows each."""
+    _hide_frames(traceback.walk_tb(exc.__traceback__))
+
+
+def _hide_frames(frames: Iterable[tuple[FrameType, int]]) -> None:
+    if "IPython" in sys.modules:
+        for frame, _ in frames:
+            if str(frame.f_globals.get("__name__")).partition(".")[0] in _HIDDEN:
+                frame.f_locals["__tracebackhide__"] = True
 
 
 def _is_guarded(frame: FrameType | None) -> bool:
