@@ -12,6 +12,7 @@
 #   make bench   raycollect beside gloo, MPI and what Ray has, claim by claim; ARGS=--quick for less
 #   make docs    the documentation as a site, in site/
 #   make wheel   sdist and wheel, tried on each Python that is found
+#   make release-check, release-tag, release-upload   see "A release" in CONTRIBUTING.md
 #   make clean   removes the environments and caches
 
 PYTHON ?= python3
@@ -31,10 +32,10 @@ unexport PYTHONDONTWRITEBYTECODE  # each of some hundred processes would compile
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .SECONDARY:
-.PHONY: help demo test test-full test-hosts test-vllm hosts real-cupy soak lint bench docs wheel clean install-%
+.PHONY: help demo test test-full test-hosts test-vllm hosts real-cupy soak lint bench docs wheel release-check release-tag release-upload clean install-%
 
 help:
-	@sed -n '3,15s/^# *//p' Makefile
+	@sed -n '3,16s/^# *//p' Makefile
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/digits.py $(ARGS)
@@ -77,6 +78,18 @@ docs: $(VENV)/.installed-docs
 
 wheel:
 	bash tests/wheel.sh $(ARGS)
+
+release-check:
+	$(PYTHON) .ci/release.py check
+	.ci/run
+	$(MAKE) test-full soak
+
+release-tag:
+	$(PYTHON) .ci/release.py tag
+
+release-upload: $(VENV)/.created
+	$(BIN)/python -m pip install --quiet twine
+	$(BIN)/python -m twine upload $(ARGS) dist/raycollect-*
 
 install-%: $(VENV)/.installed-% ;
 

@@ -63,6 +63,8 @@ if TYPE_CHECKING:
     from raycollect.driver.work import Work as Work
     from raycollect.group.bootstrap_store import DirectoryBulletin as DirectoryBulletin
     from raycollect.group.rank_table import RankTable as RankTable
+    from raycollect.live_view.cluster import ClusterView as ClusterView
+    from raycollect.live_view.cluster import live_views as live_views
     from raycollect.live_view.view import LiveView as LiveView
     from raycollect.live_view.view import live as live
     from raycollect.member.init import get_collective_group_size as get_collective_group_size
@@ -155,6 +157,7 @@ _NAMES: dict[str, str] = {
     "errors": "errors",
     "group.bootstrap_store": "DirectoryBulletin",
     "group.rank_table": "RankTable",
+    "live_view.cluster": "ClusterView live_views",
     "live_view.view": "LiveView live",
     "member.init": (
         "get_collective_group_size get_group_handle get_rank gloo_available init_collective_group "

@@ -12,7 +12,11 @@ versions=("$@")
 if [[ ${#versions[@]} -eq 0 ]]; then
     versions=(3.10 3.11 3.12 3.13 3.14)
 fi
-tests=(tests/pure/{project/test_facade,errors/test_errors,planner/test_{plan,verify_templates},pos/test_{store,claims},engine/test_value_codec}.py tests/ray/test_collectives.py -k "not gloo and not torch")
+tests=(
+    tests/pure/project/test_facade.py tests/pure/errors/test_errors.py tests/pure/planner/test_{plan,verify}.py
+    tests/pure/pos/test_{store,claims}.py tests/pure/engine/test_value_codec.py tests/ray/test_collectives.py
+    -k "not gloo and not torch"
+)
 if [[ -v WHEEL_TESTS ]]; then
     read -ra tests <<<"$WHEEL_TESTS"
 fi

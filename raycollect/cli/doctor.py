@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from packaging.requirements import Requirement  # Ray requires it
 
 import raycollect
 from raycollect import backends
@@ -38,6 +39,21 @@ _COLOURS = {OK: "green", WARNING: "yellow", MISSING: "red"}
 
 SHARE_OF_MEMORY = 0.1  # the part of the memory that /dev/shm has to have: Ray keeps its object store there
 FEW = 4096  # too few open files, or processes, for a process that drives actors
+
+EXTRAS = {
+    "torch": "torch tensors, raycollect.torch, the backends torch:<name>",
+    "gloo": "the backend gloo",
+    "cuda12": "the backend nccl, on GPUs with CUDA 12",
+    "cuda13": "the backend nccl, on GPUs with CUDA 13",
+    "progress": "progress bars",
+    "top": "raycollect top",
+    "notebook": "JupyterLab with bars as widgets",
+    "rllib": "the examples with RLlib",
+    "spacy": "the examples with spaCy",
+    "demo": "the examples with scikit-learn",
+    "bench": "benchmarks beside gloo and MPI",
+}
+"""What each extra is for; further extras are for contributors, and CONTRIBUTING.md names them."""
 
 _CHILD_TIMEOUT_S = 60.0  # to import torch on a busy machine takes several seconds
 _children = threading.Semaphore(4)
@@ -99,6 +115,10 @@ def checks() -> list[Check]:
             for name, least in requirements().items()
         ],
         *[Check("backends", ", ".join(names), partial(loaded, names)) for names in _with_one_library()],
+        *[
+            Check("extras", name, partial(extra, name), f"pip install 'raycollect[{name}]'", state=MISSING)
+            for name in EXTRAS
+        ],
         Check("GPUs", "NVIDIA driver", driver, gpu, state=MISSING),
         Check("shared memory", "/dev/shm", dev_shm, shm),
         Check("shared memory", "memfd", memfd, sealed, required=True),
@@ -181,6 +201,34 @@ def requirements() -> dict[str, str]:
         lines = []
     matches = (re.fullmatch(r"([\w.-]+)>=([\d.]+)", line) for line in lines)  # others are for extras
     return {match[1]: match[2] for match in matches if match}
+
+
+def extra(name: str) -> str:
+    """Returns what an extra is for, if its packages are installed; imports none of them."""
+    missing = list(_missing(name))
+    if missing:
+        raise Problem(f"{EXTRAS[name]}; without {', '.join(missing)}")
+    return EXTRAS[name]
+
+
+def _missing(extra: str) -> Iterator[str]:
+    lines = map(Requirement, metadata.requires("raycollect") or [])
+    own = [
+        line for line in lines if line.marker and not line.marker.evaluate() and line.marker.evaluate({"extra": extra})
+    ]
+    if not own:
+        yield "its packages: this installation of raycollect is older"
+    for requirement in own:
+        if requirement.name == "raycollect":
+            for other in requirement.extras:
+                yield from _missing(other)
+            continue
+        try:
+            is_new_enough = requirement.specifier.contains(metadata.version(requirement.name), prereleases=True)
+        except metadata.PackageNotFoundError:
+            is_new_enough = False
+        if not is_new_enough:
+            yield f"{requirement.name}{requirement.specifier}"
 
 
 def package(name: str, least: str) -> str:

@@ -24,7 +24,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
 from functools import cache
 from math import inf
 from threading import get_ident
@@ -41,6 +42,8 @@ _SIGNALS = tuple(int(getattr(signal, f"SIG{name}")) for name in _NAMES.split() i
 """The signals that programs handle in Python, except real-time signals, whose handlers are not deferred."""
 
 _DEPTH = 12  # the most frames of `Deferred.__enter__`, below that of its caller
+
+_HIDDEN = ("raycollect", "ray")  # packages whose frames are hidden in a notebook
 
 _ACTION_NBYTES = 1024  # more than any `struct sigaction` takes
 
@@ -105,7 +108,7 @@ class _Main:
         while self.pending:
             number = self.pending.pop(0)
             try:
-                self.handlers[number](number, frame)
+                _handle(number, frame)
             finally:
                 if self.pending:
                     self.deliver(frame)
@@ -225,10 +228,30 @@ def waiting(wait: Callable[[float], object], timeout_s: float | None = None) -> 
 def _record(number: int, frame: FrameType | None) -> Any:
     main = _main
     if not (main.is_deferring or (main.open and _is_guarded(frame))):
-        return main.handlers[number](number, frame)
+        return _handle(number, frame)
     if number not in main.pending:
         main.pending.append(number)
     return None
+
+
+def _handle(number: int, frame: FrameType | None) -> Any:
+    try:
+        return _main.handlers[number](number, frame)
+    except BaseException:
+        _hide_frames(traceback.walk_stack(sys._getframe()))
+        raise
+
+
+def hide_frames(exc: BaseException) -> None:
+    """Hides the frames of this package and of Ray in the traceback of an interrupt from IPython, which shows each."""
+    _hide_frames(traceback.walk_tb(exc.__traceback__))
+
+
+def _hide_frames(frames: Iterable[tuple[FrameType, int]]) -> None:
+    if "IPython" in sys.modules:
+        for frame, _ in frames:
+            if str(frame.f_globals.get("__name__")).partition(".")[0] in _HIDDEN:
+                frame.f_locals["__tracebackhide__"] = True
 
 
 def _is_guarded(frame: FrameType | None) -> bool:

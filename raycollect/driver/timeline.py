@@ -13,6 +13,7 @@ from raycollect.errors import TimelineError, refuse, wrong_argument, wrong_time_
 from raycollect.errors.text import is_path, shown
 from raycollect.member.runtime import this_runtime
 from raycollect.observe import chrome
+from raycollect.observe.picture import picture
 from raycollect.observe.summary import Summary, summarize
 from raycollect.observe.timeline_session import STOP_S, TimelineSession
 from raycollect.observe.trace import LIMIT, MOST
@@ -83,7 +84,8 @@ class Timeline(BoundToProcess):
             ("missing", "; ".join(self.missing)),
             ("overwritten", self.dropped or ""),
         ]
-        return html.block("timeline", "timeline", html.pairs(facts), html.Markup(self.summary()._repr_html_()))
+        summary = html.Markup(self.summary()._repr_html_())
+        return html.block("timeline", "timeline", html.pairs(facts), picture(self.trace), summary)
 
     def __repr__(self) -> str:
         where = "" if self.path is None else f" in {self.path}"

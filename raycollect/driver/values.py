@@ -15,6 +15,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayE
 
 from raycollect.core import threads
 from raycollect.core.model import Address, Key
+from raycollect.core.signals import hide_frames
 from raycollect.driver import stall_report
 from raycollect.driver.controller import Controller
 from raycollect.driver.operand_binding import ensure_ray, stale
@@ -81,7 +82,11 @@ def get(refs: Any, timeout_s: float | None = None, *, ordered: bool = False) -> 
     if timeout_s is not None or ordered is not False:
         refuse("get", [*wrong_wait(timeout_s), *wrong_flags(ordered=ordered)])
     ensure_ray("get", refs)
-    return _get(refs, math.inf if timeout_s is None else time.monotonic() + timeout_s, ordered)
+    try:
+        return _get(refs, math.inf if timeout_s is None else time.monotonic() + timeout_s, ordered)
+    except KeyboardInterrupt as exc:
+        hide_frames(exc)
+        raise
 
 
 def _get(refs: Any, until_s: float, ordered: bool) -> Any:

@@ -57,6 +57,30 @@ class OperationFrame(Struct, frozen=True, kw_only=True):
     last_rank: int  # the rank that is last most often; -1: none
 
 
+class ReceiverFrame(Struct, frozen=True, kw_only=True):
+    """A receiver group that the process drives."""
+
+    actors: tuple[str, ...]  # by rank
+    epoch: int
+    number: int  # of the version that its methods see; 0: none
+    behind: int  # how many versions were put after that one
+    skipped: int  # how many versions its updates have skipped, in all
+
+
+class PublicationFrame(Struct, frozen=True, kw_only=True):
+    """A publication of the process, or one to which it has receiver groups."""
+
+    name: str
+    is_here: bool  # whether this process publishes it
+    publisher: str  # the process that has put the newest version; empty: there is no version
+    epoch: int
+    number: int  # of the newest version
+    nbytes: int
+    holders: int  # how many receiving ranks of the cluster have that version
+    receivers: tuple[ReceiverFrame, ...]
+    error: str  # why the newest version is unknown; empty: it is known
+
+
 class Frame(Struct, frozen=True, kw_only=True):
     """What the groups of a process do at one moment."""
 
@@ -68,6 +92,7 @@ class Frame(Struct, frozen=True, kw_only=True):
     activities: tuple[str, ...] = ACTIVITIES
     groups: tuple[GroupFrame, ...]
     operations: tuple[OperationFrame, ...]
+    publications: tuple[PublicationFrame, ...] = ()
     missing: tuple[str, ...]  # participants whose spans are missing, and why
 
 

@@ -8,9 +8,15 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+import urllib.request
+from contextlib import suppress
+from hashlib import blake2b
 from pathlib import Path
 
 from raycollect.core import files
+
+LONGEST_S = 30.0
+"""How long a view may take to answer, in seconds."""
 
 
 def publish(link: str) -> Path:
@@ -19,13 +25,11 @@ def publish(link: str) -> Path:
     Raises:
         OSError: No folder can be used.
     """
-    *others, last = _folders()
-    for folder in others:
-        try:
-            return _write(folder, link)
-        except OSError:
-            continue
-    return _write(last, link)
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime:
+        with suppress(OSError):
+            return _write(Path(runtime, "raycollect"), link)
+    return _write(_own_folder(), link)
 
 
 def withdraw(file: Path) -> None:
@@ -39,28 +43,44 @@ def published() -> dict[int, str]:
     for folder in _folders():
         if not _is_private(folder):
             continue
-        for file in sorted(folder.iterdir()):
+        for file in sorted(folder.glob(f"*{_suffix()}")):
             link, _, started = file.read_text().partition("\n")
-            if started and started == _started(file.name):
-                links[int(file.name)] = link
+            if started and started == _started(file.stem):
+                links[int(file.stem)] = link
             else:
                 withdraw(file)
     return links
 
 
+def read(link: str, name: str) -> bytes:
+    """Returns a file of a view of this machine.
+
+    Raises:
+        OSError, HTTPException: The view gives no answer.
+    """
+    directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy would get the token
+    with directly.open(link.rstrip("/") + "/" + name, timeout=LONGEST_S) as answer:
+        body: bytes = answer.read()
+        return body
+
+
 def _folders() -> list[Path]:
-    """The folders in which links may be: a program and a terminal may have different environments."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    own = Path(tempfile.gettempdir(), f"raycollect-{os.getuid()}")
-    return [Path(runtime, "raycollect"), own] if runtime else [own]
+    """The folders in which links may be: a program, a terminal and Ray's tasks may have different environments."""
+    runtime = f"/run/user/{os.getuid()}"  # what XDG_RUNTIME_DIR usually is
+    folders = [Path(parent, "raycollect") for parent in (os.environ.get("XDG_RUNTIME_DIR") or runtime, runtime)]
+    return list(dict.fromkeys([*folders, _own_folder()]))
+
+
+def _own_folder() -> Path:
+    return Path(tempfile.gettempdir(), f"raycollect-{os.getuid()}")
 
 
 def _write(folder: Path, link: str) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _is_private(folder):
         raise PermissionError(f"{folder} has to be a directory that only its owner, this user, can read")
-    file = folder / str(os.getpid())
-    files.write(file, f"{link}\n{_started(file.name)}".encode())
+    file = folder / f"{os.getpid()}{_suffix()}"
+    files.write(file, f"{link}\n{_started(file.stem)}".encode())
     file.chmod(0o600)
     return file
 
@@ -71,6 +91,13 @@ def _is_private(folder: Path) -> bool:
     except OSError:
         return False
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+
+
+def _suffix() -> str:
+    """The suffix of files of this machine's processes: machines and containers may share a folder."""
+    spaces = [str(Path("/proc/self/ns", kind).readlink()) for kind in ("net", "pid")]
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return "." + blake2b("/".join([machine, *spaces]).encode(), digest_size=8).hexdigest()
 
 
 def _started(pid: str) -> str:

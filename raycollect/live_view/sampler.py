@@ -16,6 +16,7 @@ from raycollect.driver.group_status import GroupStatus
 from raycollect.group import link_costs
 from raycollect.live_view.frame import Frame, GroupFrame, OperationFrame, RankFrame, last_rank, operation_frame
 from raycollect.live_view.stream import Streams
+from raycollect.live_view.versions import publication_frames
 from raycollect.observe.summary import summarize
 from raycollect.observe.timeline_session import TimelineSession
 from raycollect.observe.trace import Span
@@ -75,6 +76,7 @@ class Sampler:
             program=Path(sys.argv[0]).name or "python",
             groups=tuple(self._group(*pair, now_s) for pair in zip(groups, statuses, strict=True)),
             operations=self._operations(now_s, hosts),
+            publications=publication_frames(ANSWER_S),
             missing=tuple(map(str, trace.missing)),
         )
 

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from raycollect.live_view.frame import Frame, GroupFrame, OperationFrame, RankFrame
+from raycollect.live_view.frame import Frame, GroupFrame, OperationFrame, PublicationFrame, RankFrame, ReceiverFrame
 from raycollect.live_view.stream import Shares
 from raycollect.planner.wording import nbytes_words, seconds_words
 
@@ -30,6 +30,8 @@ def draw(frame: Frame, width: int) -> RenderableType:
         parts.append(Text("no group is declared"))
     if frame.operations:
         parts.append(_operations(frame.operations))
+    if frame.publications:
+        parts.append(_publications(frame.publications))
     parts += [Text(f"missing: {line}", style="red") for line in frame.missing]
     return Group(*parts)
 
@@ -98,6 +100,32 @@ def _operations(operations: Sequence[OperationFrame]) -> Table:
             str(row.last_rank) if row.last_rank >= 0 else "",
         )
     return table
+
+
+def _publications(publications: Sequence[PublicationFrame]) -> Table:
+    table = Table(title_justify="left", box=None, pad_edge=False)
+    for heading in ("weights", "process", "version"):
+        table.add_column(heading)
+    for heading in ("bytes", "held by", "behind", "skipped"):
+        table.add_column(heading, justify="right")
+    for publication in publications:
+        publisher = f"unknown: {publication.error}" if publication.error else publication.publisher
+        held = f"{publication.holders} ranks" if publication.number else ""
+        nbytes = nbytes_words(publication.nbytes) if publication.number else ""
+        table.add_row(Text(publication.name), Text(publisher), _version(publication), nbytes, held)
+        for receiver in publication.receivers:
+            counts = str(receiver.behind), str(receiver.skipped)
+            table.add_row("", Text(_receivers(receiver)), _version(receiver), "", "", *counts)
+    return table
+
+
+def _version(of: PublicationFrame | ReceiverFrame) -> str:
+    return f"{of.number} of epoch {of.epoch}" if of.number else "none"
+
+
+def _receivers(receiver: ReceiverFrame) -> str:
+    first, *others = receiver.actors
+    return f"  {first} and {len(others)} more" if others else f"  {first}"
 
 
 def _rate(rate: float) -> str:

@@ -197,18 +197,11 @@ class Explanation(_Explained):
         return list(bundles.values())
 
     def _totals(self) -> dict[str, str]:
-        memory = self.memory
-        chunks = (f"{name} {'unknown' if size < 0 else nbytes_words(size)}" for name, size in memory.chunks)
         return {
             "consistency check": f"{self.agreement}, {counted(self.rounds, 'round')}",
             "launches": f"{self.launches}; launch 0 is the consistency check",
-            "bytes inside hosts": nbytes_words(self.nbytes_inside),
-            "bytes between hosts": nbytes_words(self.nbytes_between),
-            "outputs on a rank": nbytes_words(memory.outputs),
-            "scratch on a rank": nbytes_words(memory.scratch),
-            "packing on a rank": f"{nbytes_words(memory.packing)}, of {nbytes_words(self.staging)} allowed",
-            "device staging": nbytes_words(memory.device_staging) if memory.device_staging else "",
-            "chunks, at most": ", ".join(chunks),
+            **_totals_of(self),
+            "packing on a rank": f"{nbytes_words(self.memory.packing)}, of {nbytes_words(self.staging)} allowed",
             **{f"a link {place} hosts": _link_words(link) for place, link in self.links},
         }
 
@@ -238,10 +231,51 @@ class StepExplanation(_Explained):
         """The number of launches, those of the agreements included."""
         return sum(plan.launches for plan in self.plans)
 
+    @property
+    def nbytes_inside(self) -> int:
+        """The bytes moved inside hosts, by all ranks together."""
+        return sum(plan.nbytes_inside for plan in self.plans)
+
+    @property
+    def nbytes_between(self) -> int:
+        """The same between hosts."""
+        return sum(plan.nbytes_between for plan in self.plans)
+
+    @property
+    def time_s(self) -> float:
+        """The time of all collectives after their agreements, in seconds."""
+        return sum(plan.time_s for plan in self.plans)
+
+    @property
+    def memory(self) -> Memory:
+        """The most memory of a participant: outputs of all plans, which it keeps, and what one plan needs at a time."""
+        memories = [plan.memory for plan in self.plans]
+        chunks = dict[str, int]()
+        for name, size in (pair for memory in memories for pair in memory.chunks):
+            chunks[name] = -1 if -1 in (size, chunks.get(name)) else max(size, chunks.get(name, 0))
+        return Memory(
+            outputs=sum(memory.outputs for memory in memories),
+            scratch=max((memory.scratch for memory in memories), default=0),
+            packing=max((memory.packing for memory in memories), default=0),
+            device_staging=max((memory.device_staging for memory in memories), default=0),
+            chunks=tuple(chunks.items()),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The explanation as values that JSON gives back as they are, with its totals."""
+        totals = {
+            name: getattr(self, name) for name in ("calls", "launches", "nbytes_inside", "nbytes_between", "time_s")
+        }
+        return {
+            **super(StepExplanation, self).to_dict(),
+            **totals,
+            "memory": json.loads(json.dumps(asdict(self.memory))),
+        }
+
     def lines(self) -> Iterator[str]:
         """The lines of the text; the first one is the title."""
         calls, stages = counted(self.calls, "call"), counted(len(self.stages), "stage")
-        time = f"{seconds_words(sum(plan.time_s for plan in self.plans))} estimated without the methods"
+        time = f"{seconds_words(self.time_s)} estimated without the methods"
         yield f"captured step: {calls} in {stages}, {counted(self.participants, 'participant')}, {time}"
         for at, (stage, fixed) in enumerate(zip(self.stages, self.fixed, strict=True)):
             title, *body = stage.lines()
@@ -250,6 +284,23 @@ class StepExplanation(_Explained):
             yield from (f"  {line}" for line in body)
             if fixed:
                 yield f"  fixed when captured: {counted(fixed, 'ref')}, the same in every run"
+        yield ""
+        yield "in all"
+        yield from (f"  {line}" for line in _named({"launches": str(self.launches), **_totals_of(self)}))
+
+
+def _totals_of(explained: Explanation | StepExplanation) -> dict[str, str]:
+    memory = explained.memory
+    chunks = (f"{name} {'unknown' if size < 0 else nbytes_words(size)}" for name, size in memory.chunks)
+    return {
+        "bytes inside hosts": nbytes_words(explained.nbytes_inside),
+        "bytes between hosts": nbytes_words(explained.nbytes_between),
+        "outputs on a rank": nbytes_words(memory.outputs),
+        "scratch on a rank": nbytes_words(memory.scratch),
+        "packing on a rank": nbytes_words(memory.packing),
+        "device staging": nbytes_words(memory.device_staging) if memory.device_staging else "",
+        "chunks, at most": ", ".join(chunks),
+    }
 
 
 def _link_words(link: Link) -> str:

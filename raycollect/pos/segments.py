@@ -18,7 +18,7 @@ from raycollect.channel.messages import ArenaStatistics
 from raycollect.core import shared_memory
 from raycollect.core.model import BufferRef, Segment
 from raycollect.pos import process_memory
-from raycollect.pos.arena import NAME, Arena, map_file
+from raycollect.pos.arena import GRAIN, NAME, Arena, map_file
 from raycollect.pos.limit import arena_limit
 
 _READ_NBYTES = 64 << 20  # at a time, so that signals can be handled in between
@@ -123,9 +123,17 @@ class Segments:
 
     def statistics(self) -> ArenaStatistics:
         """The state of the arena, and the mapped memory of others."""
-        own = self._arena.statistics() if self._arena is not None else ArenaStatistics(mapped=0)
+        arena = self._arena
+        own = ArenaStatistics(limit=self._future_limit(), mapped=0) if arena is None else arena.statistics()
         with self._lock:
             return replace(own, mapped=sum(segment.nbytes for segment in self._opened))
+
+    def _future_limit(self) -> int:
+        """The limit of the arena that the first allocation will make; 0: it will make none."""
+        try:
+            return 0 if self._missing else -(-arena_limit(os.environ) // GRAIN) * GRAIN
+        except OSError:
+            return 0
 
     def _make(self) -> Arena:
         with self._lock:

@@ -13,10 +13,15 @@ from ray.core.generated import gcs_pb2
 from ray.exceptions import RayError
 from ray.experimental import internal_kv
 
+from raycollect.core import threads
+
 _raylet_types: Any = _raylet  # its type stubs lack some names
 _messages: Any = gcs_pb2  # their names are made when it is imported
 
 NAMESPACE = b"raycollect"
+
+ANSWER_S = 2.0
+"""How long a lease waits for the control store, in seconds."""
 
 
 def living_workers() -> frozenset[str]:
@@ -31,9 +36,10 @@ def living_workers() -> frozenset[str]:
 
 
 def has_restarted(actor_id: str) -> bool:
-    """Whether Ray has restarted an actor; True if the control store does not answer."""
+    """Whether Ray has restarted an actor; True if the control store does not answer in time."""
     try:
-        return bool(state.actor_table(actor_id).get("NumRestarts"))
+        asking = threads.call_in_helper(state.actor_table, actor_id)  # Ray sets no time limit
+        return not threads.has_ended(asking, ANSWER_S) or bool(asking.result().get("NumRestarts"))
     except (RayError, RuntimeError):
         return True
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
-from types import TracebackType
 from typing import Any
 
 from msgspec import structs
@@ -37,6 +36,7 @@ from raycollect.weights.directory import Atoms, Holder, Listed, VersionDirectory
 from raycollect.weights.protocol import Atom, Phase, Version
 from raycollect.weights.ranks import ATTACH_S, Job, Ranks, why_over, wrong_name
 from raycollect.weights.receipts import Receipt
+from raycollect.weights.side import WeightSide
 from raycollect.weights.side_ranks import ranks_of
 from raycollect.weights.stream import Stream
 from raycollect.weights.subscription import Subscription, update_all
@@ -84,7 +84,7 @@ def publish(
     return Publication(refs, name, layout, lock, dtype)
 
 
-class Publication(BoundToProcess):
+class Publication(WeightSide, BoundToProcess):
     """A publisher's side; see `publish`. It may be used as a context, which closes it.
 
     Attributes:
@@ -94,14 +94,10 @@ class Publication(BoundToProcess):
 
     _INSTEAD = "pass its name: subscribe(name, ...) reads its versions from there; put them here"
 
-    _is_open = True
-    _session: Any = None
-
     def __init__(self, refs: Any, name: str, layout: Any, lock: Any, dtype: Any) -> None:
         refuse("publish", wrong_name(name))
         ensure_ray("publish", refs)
-        self._session = ray_session.core_worker() if ray_session.is_connected() else None
-        self.name = name
+        super().__init__(name)
         self._ranks: Ranks = ranks_of("publish", refs, layout, timeout_s=ATTACH_S, lock=lock, dtype=dtype)
         faults = tuple(atoms.source_faults(self._ranks.layouts))
         if faults:
@@ -120,6 +116,7 @@ class Publication(BoundToProcess):
         self._last = self._used = self._before = Version(self.epoch, 0)
         self._held: list[Holder] = []  # the ranks, as holders of the last version, until it is pushed
         self._listed: frozenset[Listed] | None = None  # the layouts in the directory, as of the last put
+        self._opened()
 
     def _check_free(self) -> None:
         """Raises if another living process publishes under this name."""
@@ -331,12 +328,6 @@ class Publication(BoundToProcess):
         raise VersionNotPutError(
             **where, rank=lost, actor=self._ranks.members[lost].actor, detail="its process has ended"
         )
-
-    def __enter__(self) -> Publication:  # noqa: PYI034 - Python 3.10 has no `Self`
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<Publication {self.name!r}, epoch {self.epoch}, {len(self._ranks)} ranks, version {self._last.number}>"

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from msgspec import structs
@@ -48,6 +47,7 @@ from raycollect.weights.protocol import (
 )
 from raycollect.weights.ranks import ATTACH_S, Job, Ranks, Update, drive, why_over, wrong_name
 from raycollect.weights.receipts import Receipt
+from raycollect.weights.side import WeightSide
 from raycollect.weights.side_ranks import ranks_of
 from raycollect.weights.turns import Turns
 
@@ -91,19 +91,17 @@ def subscribe(
     return Subscription(name, ranks, inplace=bool(inplace))
 
 
-class Subscription:
+class Subscription(WeightSide):
     """A receiver group; see `subscribe`. It may be used as a context, and be passed to methods of its actors.
 
     Attributes:
         name: The name of the publication.
     """
 
-    _is_open = True
-    _session: Any = None
+    _receives = True
 
     def __init__(self, name: str, ranks: Ranks, *, inplace: bool) -> None:
-        self._session = ray_session.core_worker() if ray_session.is_connected() else None
-        self.name = name
+        super().__init__(name)
         self._id = secrets.token_hex(8)
         self._inplace = inplace
         self._ranks = ranks
@@ -122,6 +120,7 @@ class Subscription:
         self._version = protocol.shown_by_all(self._ranks.shown)
         self._turns = Turns(name)
         self._places: dict[tuple[bytes, int], tuple[tuple[Atom, ...], dict[Atom, Any]]] = {}
+        self._opened()
 
     def version(self) -> Version | None:
         """Returns the version that methods see: in a rank's process its own version, elsewhere that of the last update.
@@ -277,12 +276,14 @@ class Subscription:
             raise self._failure(job, timeout_s)
         before, self._version = self._version, version
         since = before.count if before is not None and before.epoch == version.epoch else 0
+        skipped = max(version.count - since - 1, 0) if before is not None else 0
+        self._skipped += skipped
         return Receipt(
             name=self.name,
             version=version,
             ranks=tuple(job.staged[rank][0] for rank in sorted(job.round.done)),
             lost=tuple(sorted(job.round.lost)),
-            skipped=max(version.count - since - 1, 0) if before is not None else 0,
+            skipped=skipped,
             seconds=time.monotonic() - began_s,
         )
 
@@ -300,12 +301,6 @@ class Subscription:
         if not job.round.done:
             return VersionNotWholeError(**where, detail="the processes of all its ranks have ended")
         return VersionNotWholeError(**where, detail="others have updated the same actors, or written their tensors")
-
-    def __enter__(self) -> Subscription:  # noqa: PYI034 - Python 3.10 has no `Self`
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return agent.RankSubscription, (self.name, self._id, self._version)

@@ -25,7 +25,7 @@ TOGETHER = [
     )
     for at, names in enumerate(
         (
-            "bits minimum links places",  # every way of calling gives the same bits, and links carry the minimum
+            "bits minimum links places views",  # every way of calling gives the same bits, and links carry the minimum
             "link",  # it is named, and its group works on once it is whole
             "host_heals link_heals one_way_heals",  # cuts of five seconds in a kernel are not noticed
             "link_in_plan one_way one_way_in_plan",

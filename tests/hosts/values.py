@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 import tempfile
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -170,4 +172,25 @@ def places(workers):
     group.destroy()
 
 
-PROGRAMS = {one.__name__: one for one in (bits, minimum, links, places)}
+def views(workers):
+    """An actor of another host finds the view of this process, and reads it through Ray alone."""
+    col.declare_collective_group(workers)
+    with col.live() as view:
+        frame, *refused = ray.get(workers[-1].call.remote(look_at, view.link, ray.util.get_node_ip_address()))
+        assert (frame["pid"], len(frame["groups"][0]["ranks"])) == (os.getpid(), len(workers))
+        assert refused == [True, True]
+
+
+def look_at(_self, link, host):
+    """The frame of the only view of the cluster; whether connections to it from this host are refused."""
+    (found,) = col.live_views()
+    assert found.host == host
+    port = urlsplit(link).port
+    refused = []
+    for address in (host, "127.0.0.1"):
+        with socket.socket() as connection:
+            refused.append(connection.connect_ex((address, port)) != 0)
+    return found.frame(), *refused
+
+
+PROGRAMS = {one.__name__: one for one in (bits, minimum, links, places, views)}

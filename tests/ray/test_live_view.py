@@ -78,6 +78,28 @@ def test_frame_names_the_rank_that_others_wait_for(view, gate):
     work.wait()
 
 
+def test_frame_shows_the_versions_of_weights(view, name):
+    def is_shown(**expected):
+        (shown,) = frame_of(view)["publications"]
+        shown.update({f"group_{key}": value for group in shown["receivers"] for key, value in group.items()})
+        return expected.items() <= shown.items()
+
+    refs = buffers(view.workers)
+    with col.publish(refs[:1], name) as publication, col.subscribe(name, refs[1:]) as subscription:
+        assert wait_until(lambda: is_shown(name=name, is_here=True, number=0, group_number=0))
+        for _ in range(2):
+            publication.put()
+            subscription.update()
+        for _ in range(3):
+            publication.put()
+        expected = {"number": 5, "holders": 0, "group_number": 2, "group_behind": 3, "group_skipped": 0}
+        assert wait_until(lambda: is_shown(**expected))
+        subscription.update()
+        expected = {"holders": 2, "group_number": 5, "group_behind": 0, "group_skipped": 2}
+        assert wait_until(lambda: is_shown(**expected))
+    assert wait_until(lambda: not frame_of(view)["publications"])
+
+
 def test_a_process_has_one_view_and_one_recording(view):
     assert col.live() is view
     with pytest.raises(errors.TimelineError):
@@ -131,3 +153,26 @@ def test_top_draws_writes_the_timeline_and_quits(view, tmp_path):
     os.close(ours)
     (file,) = tmp_path.glob("timeline-*.json")
     assert json.loads(file.read_bytes())["traceEvents"]
+
+
+def test_any_process_of_the_cluster_finds_the_view(actors, monkeypatch):
+    """An actor, and `raycollect top` as another driver, read the view of this process."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)  # Ray's tasks have none
+    reader, *workers = actors(Worker, 3)
+    col.declare_collective_group(workers)
+    with col.live():
+        key = f"{ray.util.get_node_ip_address()}:{os.getpid()}"
+        frame = ray.get(reader.call.remote(frame_of_process, os.getpid()))
+        assert (frame["pid"], [group["name"] for group in frame["groups"]]) == (os.getpid(), ["default"])
+        command = [*TOP, "--json", "--cluster", key, "--address", ray.get_runtime_context().gcs_address]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+        assert json.loads(done.stdout)["pid"] == os.getpid()
+        (found,) = [view for view in col.live_views() if view.pid == os.getpid()]
+    with pytest.raises(ConnectionError):
+        found.frame()
+    assert os.getpid() not in [view.pid for view in col.live_views()]
+
+
+def frame_of_process(_, pid):
+    (found,) = [view for view in col.live_views() if view.pid == pid]
+    return found.frame()

@@ -35,10 +35,9 @@ def test_statistics_count_store_and_arena(pair):
     group = col.declare_collective_group(pair)
     first, second = group.statistics().members
     assert [(one.rank, one.actor) for one in (first, second)] == [(m.rank, m.actor) for m in group.status().members]
-    for one in (first, second):
+    for one, limit in zip((first, second), LIMITS, strict=True):
         assert (one.store.held, one.store.dirty, one.store.freed) == (0, 0, 0)
-        assert one.arena == type(one.arena)(mapped=0)
-    assert "no arena" in repr(group.statistics())
+        assert one.arena == type(one.arena)(limit=limit, mapped=0)
 
     refs = [worker.make.remote(fill) for worker in pair]
     col.allreduce_refs(refs)

@@ -108,7 +108,7 @@ class ArenaStatistics(Wire, frozen=True, kw_only=True):
     """The state of an arena, in bytes except for `blocks`.
 
     Attributes:
-        limit: The most it may hold; 0 without an arena: not needed yet, disabled, or not available.
+        limit: The most that it may hold, also before the first tensor creates it; 0: it is disabled or not available.
         in_use: The bytes of tensors.
         backed: The bytes with memory: those of tensors, and those reserved for later ones.
         blocks: The number of allocations.

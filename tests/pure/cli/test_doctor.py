@@ -207,3 +207,21 @@ def test_a_cluster_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     row = row_of("Ray cluster")
     assert (row.state, "no Ray cluster answers" in row.found) == (MISSING, True), row
+
+
+def test_an_extra_says_what_it_is_for_and_how_to_get_it() -> None:
+    rows = {row.check: row for check in doctor.checks() if check.section == "extras" for row in check.rows()}
+    assert rows.keys() == doctor.EXTRAS.keys()
+    for name, row in rows.items():
+        assert row.found.startswith(doctor.EXTRAS[name])
+        assert row.state == OK or (row.state == MISSING and f"raycollect[{name}]" in row.cure and not row.required)
+
+
+def test_pages_name_every_extra() -> None:
+    tomllib = pytest.importorskip("tomllib")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
+    named = {
+        page: re.findall(r"`([\w-]+)`", (ROOT / page).read_text()) for page in ("docs/quickstart.md", "CONTRIBUTING.md")
+    }
+    assert doctor.EXTRAS.keys() <= extras & set(named["docs/quickstart.md"])
+    assert extras - doctor.EXTRAS.keys() <= set(named["CONTRIBUTING.md"])

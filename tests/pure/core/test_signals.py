@@ -7,10 +7,12 @@ import faulthandler
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Container, Iterator
 from contextlib import nullcontext, suppress
+from importlib.util import find_spec
 from types import FrameType
 from typing import Any
 
@@ -287,3 +289,21 @@ def test_a_fork_in_another_thread_gives_the_handlers_back_to_the_new_process() -
         wait_until(lambda: not thread.is_alive())
         thread.join()
     assert codes == [11]
+
+
+CELL = """
+import os, signal, threading
+from raycollect.core.signals import Deferred, waiting
+threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+with Deferred():
+    waiting(threading.Event().wait, 60)
+"""
+
+
+@pytest.mark.skipif(find_spec("IPython") is None, reason="needs IPython")
+def test_a_cell_that_is_interrupted_shows_its_own_lines():
+    program = f"from IPython.core.interactiveshell import InteractiveShell\nInteractiveShell().run_cell({CELL!r})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    files = [line for line in done.stdout.splitlines() if "signals.py" in line]
+    assert "KeyboardInterrupt" in done.stdout
+    assert len(files) == 1  # IPython always shows the last frame

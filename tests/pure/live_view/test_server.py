@@ -81,18 +81,20 @@ def test_links_are_the_users_alone(tmp_path, monkeypatch):
         folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    assert links.published() == {}
+    assert os.getpid() not in links.published()
     file = links.publish("http://127.0.0.1:1/t/")
     assert file.is_relative_to(runtime)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
-    others = [file.parent / "4194304", file.parent / str(os.getppid()), file.parent / "else"]
-    for other in others:  # above the largest pid; of a process with the same pid as one before; of nobody
+    elsewhere = file.with_suffix(".another-machine")
+    others = [file.with_stem(stem) for stem in ("4194304", str(os.getppid()), "else")]
+    for other in (elsewhere, *others):  # above the largest pid; of a process with the pid of one before; of nobody
         other.write_text("http://127.0.0.1:2/t/\n1")
-    assert links.published() == {os.getpid(): "http://127.0.0.1:1/t/"}
+    assert links.published()[os.getpid()] == "http://127.0.0.1:1/t/"
+    assert elsewhere.exists()
     assert not any(other.exists() for other in others)
     links.withdraw(file)
-    assert links.published() == {}
+    assert os.getpid() not in links.published()
 
 
 def test_a_folder_of_links_that_others_can_read_is_not_used(tmp_path, monkeypatch):
@@ -101,10 +103,10 @@ def test_a_folder_of_links_that_others_can_read_is_not_used(tmp_path, monkeypatc
     (tmp_path / "runtime" / "raycollect").mkdir(parents=True, mode=0o755)
     file = links.publish("http://127.0.0.1:1/t/")
     assert file.parent.parent == tmp_path
-    assert links.published() == {os.getpid(): "http://127.0.0.1:1/t/"}
+    assert links.published()[os.getpid()] == "http://127.0.0.1:1/t/"
     links.withdraw(file)
     file.parent.chmod(0o755)
-    assert links.published() == {}
+    assert os.getpid() not in links.published()
     with pytest.raises(PermissionError):
         links.publish("")
 

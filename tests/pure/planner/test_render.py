@@ -70,3 +70,15 @@ def test_the_other_forms_say_the_same(name):
     assert json.loads(json.dumps(explanation.to_dict())) == explanation.to_dict()
     assert str(explanation) == text
     assert text.splitlines()[0] in repr(explanation)
+
+
+def test_a_step_has_the_totals_of_its_plans():
+    step = SHOWN["step"]()
+    values = step.to_dict()
+    assert (values["launches"], values["calls"]) == (2, 18)
+    for name in ("nbytes_inside", "nbytes_between", "time_s"):
+        assert values[name] == sum(stage[name] for stage in values["stages"] if name in stage)
+    memories = [plan.memory for plan in step.plans]
+    assert values["memory"]["outputs"] == sum(memory.outputs for memory in memories) > 0
+    assert values["memory"]["packing"] == max(memory.packing for memory in memories) > 0
+    assert values["memory"]["chunks"] == [["digits", 2 << 20]]

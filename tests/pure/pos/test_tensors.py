@@ -201,7 +201,7 @@ def test_a_type_that_numpy_lacks_is_refused() -> None:
 
 
 def test_a_full_arena_is_told_to_users_but_not_to_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    nbytes = tensors.arena_statistics().limit or Segments.current().arena.segment.nbytes
+    nbytes = tensors.arena_statistics().limit
     with pytest.raises(ArenaFullError, match="RAYCOLLECT_ARENA_LIMIT"):
         tensors.zeros(nbytes + 1, np.uint8)
     segments = Segments()
@@ -213,10 +213,20 @@ def test_a_full_arena_is_told_to_users_but_not_to_collectives(monkeypatch: pytes
     assert segments.statistics().blocks == 0
 
 
+@pytest.mark.parametrize("text", ["3M", ""])
+def test_the_limit_is_known_before_the_first_tensor(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("RAYCOLLECT_ARENA_LIMIT", text)
+    segments = Segments()
+    before = segments.statistics()
+    assert (before.limit > 0, before.backed) == (True, 0)
+    assert segments.arena.statistics().limit == before.limit
+
+
 @pytest.mark.parametrize("text", ["0", "nonsense"])
 def test_without_an_arena_tensors_are_ordinary(monkeypatch: pytest.MonkeyPatch, library: str, text: str) -> None:
     monkeypatch.setenv("RAYCOLLECT_ARENA_LIMIT", text)
     monkeypatch.setattr(Segments, "_current", Segments())
+    assert tensors.arena_statistics().limit == 0
     assert (values(tensors.ones((2, 3), np.int16, library=library)) == 1).all()
     assert values(tensors.array([1, 2, 3], library=library)).real.tolist() == [1, 2, 3]
     info = TensorInfo(shape=(2, 3), dtype="float32", itemsize=4, library=library)

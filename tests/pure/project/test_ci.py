@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 
@@ -16,7 +19,43 @@ def expanded(pattern: str) -> list[str]:
 
 
 def test_every_test_file_that_is_named_exists() -> None:
-    text = re.sub(r"\s*\\\n\s*", " ", (ROOT / ".ci/run").read_text())
+    scripts = [ROOT / ".ci/run", *(ROOT / "tests").glob("*.sh")]
+    text = re.sub(r"\s*\\\n\s*", " ", "\n".join(script.read_text() for script in scripts))
     named = [path for word in re.findall(r"tests/[\w/{},.]+", text) for path in expanded(word)]
     assert len(named) > 10
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-c", "user.name=A", "-c", "user.email=a@b", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
+
+
+def release(folder: Path, command: str) -> int:
+    environ = {f"GIT_COMMITTER_{key}": "a" for key in ("NAME", "EMAIL")}
+    program = [sys.executable, str(ROOT / ".ci/release.py"), command]
+    return subprocess.run(program, cwd=folder, env={**os.environ, **environ}, check=False).returncode
+
+
+def test_a_release_needs_a_date_a_clean_tree_and_a_new_number(tmp_path: Path) -> None:
+    changelog = tmp_path / "CHANGELOG.md"
+    (tmp_path / "raycollect").mkdir()
+    (tmp_path / "raycollect/__init__.py").write_text('__version__ = "1.2.0"\n')
+    changelog.write_text(
+        "# Changelog\n\n## [1.2.0] - unreleased\n\n### Added\n\n- One.\n\n## [1.1.0] - 2026-01-01\n\n- Old.\n"
+    )
+    git(tmp_path, "init", "--quiet")
+
+    def commit() -> None:
+        git(tmp_path, "add", "--all")
+        git(tmp_path, "commit", "--quiet", "--message", "A change")
+
+    commit()
+    assert release(tmp_path, "check") == 1
+    changelog.write_text(changelog.read_text().replace("unreleased", "2026-02-01"))
+    assert release(tmp_path, "check") == 1
+    commit()
+    assert release(tmp_path, "check") == 0
+    assert release(tmp_path, "tag") == 0
+    assert git(tmp_path, "tag", "--list", "--format=%(contents)").strip() == "raycollect 1.2.0\n\n### Added\n\n- One."
+    assert release(tmp_path, "tag") == 1

@@ -110,6 +110,7 @@ def warned(config: Any) -> list[str]:
 @pytest.fixture(scope="module")
 def pages(config: Any, warned: list[str]) -> dict[str, Page]:
     site = Path(config.site_dir)
+    assert not list(site.rglob("*.py[co]"))
     found = {path.relative_to(site).as_posix(): path for path in site.rglob("*.html")}
     return {name: Page(path.read_text(encoding="utf-8")) for name, path in found.items()}
 

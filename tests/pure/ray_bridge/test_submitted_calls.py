@@ -8,7 +8,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from ray._private.state import state
 
+from raycollect.ray_bridge import ray_cluster
 from raycollect.ray_bridge.submitted_calls import AllHeld, SubmittedCalls
 
 WAIT_S = 30.0
@@ -98,3 +100,12 @@ def test_threads_that_want_the_same_locks_in_other_orders_all_get_them(often_swi
     with ThreadPoolExecutor(4) as threads:
         for taken in [threads.submit(take, 10 * seed + at) for at in range(4)]:
             taken.result(WAIT_S)
+
+
+def test_a_control_store_without_an_answer_counts_as_a_restart(monkeypatch):
+    """Ray's own request has no time limit, and a lease waited for it as long as the store was away."""
+    answer = threading.Event()
+    monkeypatch.setattr(state, "actor_table", lambda actor_id: answer.wait(60) and {})
+    assert ray_cluster.has_restarted("00" * 16)
+    answer.set()
+    assert not ray_cluster.has_restarted("00" * 16)
