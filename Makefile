@@ -5,6 +5,7 @@
 #   make test-full   every backend, operation, dtype, world size, size, root and place; tests marked `full` (an hour)
 #   make real-cupy   the fake of cupy and the kernels for GPUs against the real cupy 13 and 14, NCCL and nvrtc (no GPU)
 #   make test-vllm   raycollect.vllm in the real engine of vLLM, on the CPU, in .venv-vllm (Python 3.11; 4 GB)
+#   make test-verl   raycollect.verl in the real verl, on the CPU, in .venv-verl (Python 3.10 to 3.12; 1.5 GB)
 #   make test-hosts   all tests of groups over several hosts, in network namespaces: as root (5 minutes)
 #   make hosts   a Ray cluster on such hosts, for as long as ARGS="-- COMMAND ..." runs there; by default a shell
 #   make lint    ruff, mypy, import-linter
@@ -32,7 +33,7 @@ unexport PYTHONDONTWRITEBYTECODE  # each of some hundred processes would compile
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .SECONDARY:
-.PHONY: help demo test test-full test-hosts test-vllm hosts real-cupy soak lint bench docs wheel release-check release-tag release-upload clean install-%
+.PHONY: help demo test test-full test-hosts test-verl test-vllm hosts real-cupy soak lint bench docs wheel release-check release-tag release-upload clean install-%
 
 help:
 	@sed -n '3,16s/^# *//p' Makefile
@@ -53,6 +54,9 @@ real-cupy:
 
 test-vllm:
 	PYTHON=$(PYTHON) bash tests/vllm.sh $(ARGS)
+
+test-verl:
+	PYTHON=$(PYTHON) bash tests/verl.sh $(ARGS)
 
 test-hosts: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "full or not full" tests/hosts $(ARGS)
@@ -105,5 +109,5 @@ $(VENV)/.installed-%: pyproject.toml $(VENV)/.created
 	@touch $@
 
 clean:
-	rm -rf .venv .venv310 .venv-cupy13 .venv-cupy14 .venv-vllm build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv310 .venv-cupy13 .venv-cupy14 .venv-verl .venv-vllm build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

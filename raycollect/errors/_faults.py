@@ -244,7 +244,8 @@ class VersionNotWholeError(VersionError):
 
     cure = (
         "call update() again: it reads only what is missing; where the subscription has ended, or all of its actors, "
-        "call subscribe() again"
+        "call subscribe() again. In vLLM's trainer, call send_weights() again; in verl, update_weights() of the "
+        "CheckpointEngineManager"
     )
 
 

@@ -133,8 +133,8 @@ def test_results_are_not_any_to_mypy(tmp_path):
     assert found.returncode == 0, found.stdout
 
 
-_OF_OTHERS = ("raycollect.member.torch.", "raycollect.torch.TorchProcessGroup", "raycollect.vllm.")
-"""Derived from classes of torch and vLLM, which need not be there: to checkers these are Any."""
+_OF_OTHERS = ("raycollect.member.torch.", "raycollect.torch.TorchProcessGroup", "raycollect.verl.", "raycollect.vllm.")
+"""Derived from classes of torch, verl and vLLM, which need not be there: to checkers these are Any."""
 
 
 def test_every_public_symbol_has_a_known_type(reports):
