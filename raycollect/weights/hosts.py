@@ -57,6 +57,15 @@ class Sharing:
             leaders[rank] = first.setdefault((members[rank].machine, *boxes), rank)
         self.after: dict[int, int] = {rank: leader for rank, leader in leaders.items() if rank != leader}
 
+    def is_alone(self, machine: str) -> bool:
+        """Whether the only rank stages and shows in one call: on the driver's host, where the publisher lends to it.
+
+        No other rank has to verify the version first, and the clock is the driver's.
+        """
+        return [member.machine for member in self._members] == [machine] and any(
+            holder.is_publisher and holder.machine == machine for holder, _ in self._holders
+        )
+
     def is_lender(self, rank: int) -> bool:
         """Whether others stage after a rank."""
         return rank in self.after.values()

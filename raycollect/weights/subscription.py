@@ -240,11 +240,7 @@ class Subscription(WeightSide):
             job.holders.append(structs.replace(self._ranks.members[rank], key=answer, signature=self._signature))
             return RankShown(rank)
 
-        # No other rank has to verify the version first, the publisher lends it, and the clock is the driver's
-        here = {ray_session.machine_id()} if len(self._ranks) == 1 else set()
-        is_alone = here == {self._ranks.members[0].machine} and any(
-            holder.is_publisher and holder.machine in here for holder, _ in holders
-        )
+        is_alone = sharing.is_alone(ray_session.machine_id())
         begun = protocol.begin_update(version, len(self._ranks))
         job = Update(round=begun, tell=tell, read=read, errors={}, is_alone=is_alone, after=sharing.after)
         return job
