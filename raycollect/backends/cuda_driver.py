@@ -1,32 +1,11 @@
-"""Driver calls that cupy lacks: the start of an allocation, the UUID of a device; and a unique process id."""
+"""A driver call that cupy lacks: the UUID of a device."""
 
 from __future__ import annotations
 
 import ctypes
-import os
-import uuid
 from functools import cache
 
 _LIBRARIES = ("libcuda.so.1", "libcuda.so", "nvcuda.dll")
-_DRAWN = uuid.uuid4().bytes
-
-
-def process() -> bytes:
-    """Identifies this process uniquely, also among containers with equal process ids."""
-    return os.getpid().to_bytes(4, "little") + _DRAWN
-
-
-def allocation(pointer: int) -> tuple[int, int] | None:
-    """Finds the allocation of the current device that contains an address: its start and its length in bytes.
-
-    Pools divide their allocations, and an IPC handle names a whole one. None if the driver does not know the address.
-    """
-    driver = _driver()
-    if driver is None:
-        return None
-    base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
-    status = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(pointer))
-    return None if status else (base.value, nbytes.value)
 
 
 def uuid_of(device: int) -> bytes:
