@@ -1,4 +1,4 @@
-"""A driver call that cupy lacks: the UUID of a device."""
+"""Driver calls that cupy lacks: the UUID of a device, and the mode of stream captures."""
 
 from __future__ import annotations
 
@@ -6,6 +6,32 @@ import ctypes
 from functools import cache
 
 _LIBRARIES = ("libcuda.so.1", "libcuda.so", "nvcuda.dll")
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+class RelaxedCapture:
+    """Lets the calling thread query events and allocate memory while another thread captures a CUDA graph.
+
+    Otherwise these calls fail and spoil a capture of mode "global", which is the default of torch.
+    """
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = exchange_capture_mode(_RELAXED)
+
+    def __exit__(self, *exc: object) -> None:
+        exchange_capture_mode(self._before)
+
+
+def exchange_capture_mode(mode: int) -> int:
+    """Sets how captures of other threads restrict the calling thread; returns the former mode."""
+    driver = _driver()
+    if driver is None:
+        return mode
+    value = ctypes.c_int(mode)
+    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(value))
+    return value.value
 
 
 def uuid_of(device: int) -> bytes:

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+from raycollect.backends.cuda_driver import RelaxedCapture
 from raycollect.backends.device_arrays import device_id
 from raycollect.core import threads
 from raycollect.core.model import TensorInfo
@@ -62,7 +63,7 @@ class GroupStream:
     def __init__(self, device: int) -> None:
         self._cuda = import_module("cupy").cuda
         self._device = device
-        with on_device(device):
+        with RelaxedCapture(), on_device(device):
             self.stream: Any = self._cuda.Stream(non_blocking=True)
             self._before = self._cuda.Event(disable_timing=True)
             self._after = self._cuda.Event(disable_timing=True)
@@ -75,7 +76,7 @@ class GroupStream:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Runs cupy's work inside on this stream, after the caller's work; records the end."""
-        with on_device(self._device):
+        with RelaxedCapture(), on_device(self._device):
             self._follow()
             with on_stream(self.stream, self._device):
                 try:
@@ -145,16 +146,18 @@ def on_stream(stream: Any, device: int) -> Iterator[None]:
 def wait(has_ended: Callable[[], bool], check: Callable[[], None]) -> None:
     """Polls a device until it is done; `check` runs in between and may raise."""
     began_s = time.monotonic()
-    while not has_ended():
-        check()
-        pause(time.monotonic() - began_s)
+    with RelaxedCapture():
+        while not has_ended():
+            check()
+            pause(time.monotonic() - began_s)
 
 
 def has_drained(has_ended: Callable[[], bool], limit_s: float) -> bool:
     """Waits until a device is done, after a failure; False if it is not in time. Raises the errors of `has_ended`."""
     until_s = time.monotonic() + limit_s
-    wait(lambda: has_ended() or time.monotonic() > until_s, lambda: None)
-    return has_ended()
+    with RelaxedCapture():
+        wait(lambda: has_ended() or time.monotonic() > until_s, lambda: None)
+        return has_ended()
 
 
 def pause(waited_s: float) -> None:
@@ -252,7 +255,8 @@ def _event(cuda: Any, device: int) -> Any:
     try:
         return _free[device].pop()
     except IndexError:
-        return cuda.Event(disable_timing=True)
+        with RelaxedCapture():
+            return cuda.Event(disable_timing=True)
 
 
 def _current(device: int) -> Sequence[int]:

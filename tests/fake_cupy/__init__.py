@@ -82,6 +82,15 @@ class Fake:
         finally:
             self._machine.alone = None
 
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Lets the calling thread capture a graph in mode "global", which forbids others what is unsafe meanwhile."""
+        self._machine.capturing = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._machine.capturing = None
+
     def hold(self, stream: Any) -> None:
         """Stops a stream (cupy's, or a pointer), until it is released."""
         self._queue(stream).held = True
@@ -129,7 +138,9 @@ def installed(
     modules = _modules(cupy_version)
     before = {name: sys.modules.get(name) for name in modules}
     machine = Machine(devices, seed)
-    uuid_of, nccl_read, gpus._read = cuda_driver.uuid_of, gpus._read, None
+    driver = {name: getattr(cuda_driver, name) for name in ("exchange_capture_mode", "uuid_of")}
+    nccl_read, gpus._read = gpus._read, None
+    cuda_driver.exchange_capture_mode = machine.exchange_capture_mode
     cuda_driver.uuid_of = lambda device: machine.uuids.get(device, b"")
     _state.install(machine)
     has_bytes = int(cupy_version.partition(".")[0]) >= 14
@@ -142,7 +153,7 @@ def installed(
         try:
             machine.close()
         finally:
-            cuda_driver.uuid_of = uuid_of
+            cuda_driver.__dict__.update(driver)
             gpus._read = nccl_read
             _state.remove()
             _world.install(None)

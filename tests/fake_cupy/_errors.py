@@ -15,6 +15,7 @@ class Status(IntEnum):
     INVALID_DEVICE = 101
     INVALID_HANDLE = 400
     NOT_READY = 600
+    CAPTURE_UNSUPPORTED = 900
 
 
 _NAMES = {
@@ -25,6 +26,7 @@ _NAMES = {
     101: "cudaErrorInvalidDevice: invalid device ordinal",
     400: "cudaErrorInvalidResourceHandle: invalid resource handle",
     600: "cudaErrorNotReady: device not ready",
+    900: "cudaErrorStreamCaptureUnsupported: operation not permitted when stream is capturing",
 }
 
 

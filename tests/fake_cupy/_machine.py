@@ -24,15 +24,19 @@ TICK_S = 0.001
 _REDRAWN = 0.2
 """How often priorities are drawn anew."""
 
+_RELAXED = 2
+"""The mode of captures in which a thread may do anything."""
+
 _handles = itertools.count(0x5000_0000, 0x40)
 """Of streams and events: never those of an earlier fake."""
 
 
 class Thread(threading.local):
-    """What each host thread has chosen: its device, and on each device a stream."""
+    """What each host thread has chosen: its device, its mode of captures, and on each device a stream."""
 
     def __init__(self) -> None:
         self.device = 0
+        self.capture_mode = 0
         self.streams: dict[int, Any] = {}
         self.stack: list[tuple[int, Any]] = []
 
@@ -71,6 +75,7 @@ class Machine:
         self._steps = 0
         self._running = 0  # how many items threads are in
         self.alone: int | None = None  # the one thread that may run work
+        self.capturing: int | None = None  # the thread that captures a graph
         self._open = True
         self._background = threading.Thread(target=self._run_in_background, name="fake-cupy", daemon=True)
         self._background.start()
@@ -91,6 +96,16 @@ class Machine:
     def check_open(self) -> None:
         if not self._open:
             raise CUDARuntimeError(Status.UNLOADING)
+
+    def exchange_capture_mode(self, mode: int) -> int:
+        """As the driver's function: 0 is "global", 2 "relaxed"."""
+        before, self.thread.capture_mode = self.thread.capture_mode, mode
+        return before
+
+    def check_safe(self) -> None:
+        """Refuses what is unsafe while another thread captures."""
+        if self.capturing not in (None, threading.get_ident()) and self.thread.capture_mode != _RELAXED:
+            raise CUDARuntimeError(Status.CAPTURE_UNSUPPORTED)
 
     # ------------------------------------------------------------------------------------------- handles
 

@@ -91,6 +91,7 @@ class Heap:
         Raises:
             OutOfMemoryError: More than the limit.
         """
+        self._machine.check_safe()
         home = self._machine.current_queue()
         with self._machine.lock:
             self._machine.bury()

@@ -116,6 +116,7 @@ class NcclCommunicator:
         assert not world.group.depth, "the fake makes no communicators inside a group"
         world.machine.counts["nccl.communicators"] += 1
         device = world.machine.current_device()
+        world.machine.check_safe()
         if not 0 <= rank < ndev:
             raise NcclError(_INVALID_ARGUMENT)
         with world.machine.lock:

@@ -85,6 +85,7 @@ def deviceGetAttribute(attrib: int, device: int) -> int:
 
 @counted
 def streamCreateWithFlags(flags: int) -> int:
+    current().check_safe()
     return current().new_queue(blocking=not flags & streamNonBlocking)
 
 
@@ -108,6 +109,7 @@ def streamSynchronize(stream: int) -> None:
 @counted
 def streamQuery(stream: int) -> int:
     machine = current()
+    machine.check_safe()
     queue = machine.queue(stream)
     return 0 if machine.poll(_all_of(machine, queue)) else int(Status.NOT_READY)
 
@@ -135,6 +137,7 @@ def streamWaitEvent(stream: int, event: int, flags: int = 0) -> None:
 @counted
 def eventCreateWithFlags(flags: int) -> int:
     machine = current()
+    machine.check_safe()
     return machine.add(EventState(machine.current_device()))
 
 
@@ -157,6 +160,7 @@ def eventRecord(event: int, stream: int) -> None:
 
 @counted
 def eventQuery(event: int) -> int:
+    current().check_safe()
     mark = _event(current(), event).mark
     return 0 if mark is None or current().poll(lambda: mark.passed) else int(Status.NOT_READY)
 

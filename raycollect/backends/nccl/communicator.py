@@ -15,8 +15,9 @@ and a call with `async_op` overlaps with the caller's own kernels.
 Failure. Waiting notices the launch's deadline, an abort, and asynchronous errors of NCCL. Any of these aborts NCCL's
 communicator (`ncclCommAbort`), whose kernels then end on the GPU; the group is broken. An NCCL call that blocks while
 it enqueues (NCCL connects to ranks on first use) is ended from another thread in the same way: by the thread that
-aborts, or by the guard, if the call exceeds its launch's limit. An unbroken group is destroyed (`ncclCommDestroy`) on
-close, not aborted: NCCL may still be sending data of its kernels.
+aborts, or by the guard, if the call exceeds its launch's limit. NCCL frees the communicator under that call, and cupy
+has no call that only interrupts it; so an abort first waits `ENTER_S`, in which most calls return. An unbroken group is
+destroyed (`ncclCommDestroy`) on close, not aborted: NCCL may still be sending data of its kernels.
 
 Repetition. A kernel keeps its script, so that a captured step or a repeated call only enqueues it.
 """
@@ -33,10 +34,11 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, cast
 
+from raycollect.backends.cuda_driver import RelaxedCapture
 from raycollect.backends.device_arrays import DeviceArray
 from raycollect.backends.exchanged import Exchanged
 from raycollect.backends.kernels import late
-from raycollect.backends.nccl.group import HINT, NcclEndpoint, join, said
+from raycollect.backends.nccl.group import HINT, NcclEndpoint, free, join, said
 from raycollect.backends.nccl.ops import folds, reduction_of
 from raycollect.backends.nccl.run import write
 from raycollect.backends.nccl.scripts import Script, enqueue
@@ -125,7 +127,7 @@ class NcclCommunicator(Exchanged):
             KernelError: NCCL or the device failed.
         """
         began_s = asked_s = time.monotonic()
-        with self._failing(kernel, launch):
+        with self._failing(kernel, launch), RelaxedCapture():
             while not self._stream.has_ended():
                 self._check_going(launch)
                 now_s = time.monotonic()
@@ -208,7 +210,7 @@ class NcclCommunicator(Exchanged):
             return
         # In a helper thread, and not under the lock: NCCL waits for the work before its kernels on their stream; a
         # destroyed communicator also waits for the other ranks of the host
-        threads.bounded(self._nccl.destroy if is_quiet else self._nccl.abort, _ABORT_S)
+        threads.bounded(partial(free, self._nccl, is_quiet=is_quiet), _ABORT_S)
 
     def _late(self, launch: Launch, what: str) -> CollectiveTimeoutError:
         return late(self._group_name, launch, f"{what} of rank {self.rank}", f"; {HINT}")

@@ -9,9 +9,11 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
+from raycollect.backends.cuda_driver import RelaxedCapture
 from raycollect.backends.gpus import SHARING, first_use, may_share, name_of, sharing_fault
 from raycollect.backends.joining import gathered, not_joined
 from raycollect.core import threads
@@ -99,6 +101,15 @@ def connected(nccl: Any, world_size: int, unique: bytes, rank: int) -> Any:
         return nccl.NcclCommunicator(world_size, signed, rank)
 
 
+def free(communicator: Any, *, is_quiet: bool) -> None:
+    """Ends a communicator of cupy's: after its work if `is_quiet`, else at once."""
+    with RelaxedCapture():
+        if is_quiet:
+            communicator.destroy()
+        else:
+            communicator.abort()
+
+
 def said(exc: BaseException) -> str:
     """Describes cupy's exception; cupy raises KeyError for statuses that are newer than its table."""
     if isinstance(exc, KeyError) and exc.args and exc.args[0] in _STATUSES:
@@ -161,7 +172,8 @@ def _connect(cupy: Any, nccl: Any, device: int, arguments: tuple[Any, ...]) -> A
         cupy.cuda.Device(device).use()
         if arguments[0] > 1:
             first_use()
-        return connected(nccl, *arguments)
+        with RelaxedCapture():
+            return connected(nccl, *arguments)
     except Exception as exc:
         if not isinstance(exc, RuntimeError):  # all errors of cupy are
             threads.failed("making a communicator of NCCL", exc)
@@ -183,4 +195,4 @@ def _await_communicator(making: Future[Any], spec: GroupSpec, rank: int, timeout
 
 def _abort(making: Future[Any]) -> None:
     if making.exception() is None:
-        threads.survives(making.result().abort)
+        threads.survives(partial(free, making.result(), is_quiet=False))
