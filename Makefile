@@ -3,7 +3,7 @@
 #   make demo    the main job on real input, under a minute once installed
 #   make test    the tests, JOBS=2 files at a time, each with a Ray of its own; JOBS=0: in one process, as for a debugger
 #   make test-full   every backend, operation, dtype, world size, size, root and place; tests marked `full` (an hour)
-#   make real-cupy   the fake of cupy and the kernels for GPUs against the real cupy 13 and 14, NCCL and nvrtc (no GPU)
+#   make real-cupy   the fake of cupy and the backend nccl against the real cupy 13 and 14, and NCCL (no GPU)
 #   make test-vllm   raycollect.vllm in the real engine of vLLM, on the CPU, in .venv-vllm (Python 3.11; 4 GB)
 #   make test-verl   raycollect.verl in the real verl, on the CPU, in .venv-verl (Python 3.10 to 3.12; 1.5 GB)
 #   make test-hosts   all tests of groups over several hosts, in network namespaces: as root (5 minutes)

@@ -6,8 +6,7 @@ It needs cupy with NCCL, and neither Ray nor pytest: machines with GPUs often re
 
 One rank runs in this process. Several run in processes, one per GPU, or two on one GPU if NCCL takes that. Contenders
 take turns, so that whatever else happens hits all alike: a kernel of ours, with its wait; the bare call of
-`cupy.cuda.nccl` on the same buffers, with a wait for its event; a copy of as many bytes from device to device. Two
-ranks that share a GPU by CUDA IPC, as they do with an older NCCL, are timed beside copies in any case.
+`cupy.cuda.nccl` on the same buffers, with a wait for its event; a copy of as many bytes from device to device.
 
 Exit codes: 0, all went well; 1, a result is wrong or a part failed; 2, there is nothing to run on; 3, something did not
 end, and what is shown is what there was. A goal that is missed is shown, and is no failure.
@@ -36,18 +35,16 @@ if not __package__:  # run by its path: what is beside this file is found as `be
     _here = Path(__file__).resolve().parent
     sys.path[:] = [str(_here.parent), *(one for one in sys.path if one != str(_here))]
 
-from benchmarks import gpu_ipc, machine
+from benchmarks import machine
 from benchmarks.gpu_ranks import (
     SMALL_NBYTES,
     TIMEOUT_S,
     WARM_UP,
     body_bandwidth,
     body_check,
-    body_graphs,
     body_overhead,
 )
 from benchmarks.report import size as told
-from raycollect.backends.nccl.group import GRAPHS_FROM
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.planner.wording import columns
 from tests.gpu import devices
@@ -61,6 +58,8 @@ LIMIT_S = 470.0
 GRACE_S = 20.0
 """How long a part that has used up its time may take for what it is at."""
 MOST_RANKS = 8
+FORMER = ("graphs", "shared GPU")
+"""Parts that are no more, and that prepared commands may name."""
 
 GOAL, GOAL_FROM = 0.95, 1 << 20
 """The share of bare NCCL's bandwidth to be reached, and from how many bytes on."""
@@ -69,7 +68,6 @@ KB, MB = 1 << 10, 1 << 20
 SIZES = (KB, 32 * KB, MB, 8 * MB, 64 * MB, 256 * MB)
 QUICK = (KB, MB, 64 * MB)
 FAKED = (KB, 4 * KB)
-GRAPH_SIZES = (KB, MB, 16 * MB)
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int16", "int32", "int64", "uint8", "bool", "complex64")
 FAKED_DTYPES = ("bfloat16", "float32", "int16")
@@ -110,14 +108,12 @@ class Part:
         ranks: How many ranks.
         budget_s: After how many seconds it stops.
         lines: Does the work with a team, line by line; second, whether in a hurry.
-        form: What makes its team, if that is another than `tests.gpu.teams` makes.
     """
 
     name: str
     ranks: int
     budget_s: float
     lines: Lines
-    form: Callable[..., Team] | None = None
 
 
 # ---------------------------------------------------------------------------------------------- the parts
@@ -148,10 +144,12 @@ def checked(team: Team, quick: bool) -> Iterator[Line]:
 def bandwidth(team: Team, quick: bool) -> Iterator[Line]:
     """Four operations by size, beside NCCL's own calls on the same buffers and a copy."""
 
-    def runs(nbytes: int) -> int:
-        return 200 if nbytes <= MB else 100 if nbytes <= 64 * MB else 30
-
-    return _by_size("bandwidth", team, quick, body_bandwidth, runs)
+    for nbytes in FAKED if devices.FAKE else QUICK if quick else SIZES:
+        runs = 4 if devices.FAKE else 200 if nbytes <= MB else 100 if nbytes <= 64 * MB else 30
+        found = team.must(body_bandwidth, team.launch(timeout_s=TIMEOUT_S), nbytes, runs)
+        for op in found[0]:
+            times = slowest([one[op] for one in found])
+            yield Line(part="bandwidth", ranks=team.world_size, case=op, times_us=times, nbytes=nbytes)
 
 
 def overhead(team: Team, quick: bool) -> Iterator[Line]:
@@ -160,33 +158,6 @@ def overhead(team: Team, quick: bool) -> Iterator[Line]:
     launches = [team.launch(timeout_s=TIMEOUT_S) for _ in range(1 + WARM_UP + runs)]
     times = slowest(team.must(body_overhead, launches))
     yield Line(part="overhead", ranks=team.world_size, case="allreduce", times_us=times, nbytes=SMALL_NBYTES)
-
-
-def shared(team: Team, quick: bool) -> Iterator[Line]:
-    """Four operations by size of ranks that share a GPU, beside copies."""
-    return _by_size(gpu_ipc.PART, team, quick, gpu_ipc.body_shared, lambda nbytes: 100 if nbytes <= MB else 30)
-
-
-def _by_size(
-    part: str, team: Team, quick: bool, body: Callable[..., Any], runs: Callable[[int], int]
-) -> Iterator[Line]:
-    for nbytes in FAKED if devices.FAKE else QUICK if quick else SIZES:
-        found = team.must(body, team.launch(timeout_s=TIMEOUT_S), nbytes, 4 if devices.FAKE else runs(nbytes))
-        for op in found[0]:
-            times = slowest([one[op] for one in found])
-            yield Line(part=part, ranks=team.world_size, case=op, times_us=times, nbytes=nbytes)
-
-
-def graphs(team: Team, quick: bool) -> Iterator[Line]:
-    """A kernel of a captured step as a CUDA graph and plain, beside NCCL's own call, as a graph and plain."""
-    if devices.nccl_version() < GRAPHS_FROM:
-        yield Line(part="graphs", ranks=team.world_size, said=f"NCCL {devices.nccl_version()} can't be recorded")
-        return
-    runs = 8 if devices.FAKE else 200 if quick else 1000
-    for nbytes in FAKED if devices.FAKE else GRAPH_SIZES:
-        launches = [team.launch(timeout_s=TIMEOUT_S) for _ in range(1 + 2 * (WARM_UP + runs))]
-        times = slowest(team.must(body_graphs, launches, nbytes))
-        yield Line(part="graphs", ranks=team.world_size, case="allreduce", times_us=times, nbytes=nbytes)
 
 
 def slowest(found: Sequence[dict[str, list[float]]]) -> dict[str, float]:
@@ -200,12 +171,9 @@ def parts_of(several: int) -> list[Part]:
         Part(name="checks", ranks=1, budget_s=50, lines=checked),
         Part(name="bandwidth", ranks=1, budget_s=80, lines=bandwidth),
         Part(name="overhead", ranks=1, budget_s=15, lines=overhead),
-        Part(name="graphs", ranks=1, budget_s=15, lines=graphs),
         Part(name="checks", ranks=several, budget_s=80, lines=checked),
         Part(name="bandwidth", ranks=several, budget_s=110, lines=bandwidth),
         Part(name="overhead", ranks=several, budget_s=15, lines=overhead),
-        Part(name=gpu_ipc.PART, ranks=2, budget_s=60, lines=shared, form=gpu_ipc.form),
-        Part(name="graphs", ranks=several, budget_s=15, lines=graphs),
     ]
 
 
@@ -225,13 +193,13 @@ class Run:
         self.hung = False
         self.machine: dict[str, str] = {}
         self._quick, self._file = quick, file
-        self._teams: dict[tuple[int, Any], Team] = {}
+        self._teams: dict[int, Team] = {}
         self._workers: list[Worker] = []
         self._lock = threading.Lock()
 
     def part(self, part: Part) -> None:
         """Does a part, as far as it goes."""
-        if part.form is None and (why := devices.why_not_so_many(part.ranks)):
+        if why := devices.why_not_so_many(part.ranks):
             self._add(Line(part=part.name, ranks=part.ranks, said=f"can't run here: {why}"))
             return
         left = threading.Event()
@@ -241,7 +209,7 @@ class Run:
         if thread.is_alive():
             left.set()
             self.hung = True
-            self._teams.pop((part.ranks, part.form), None)
+            self._teams.pop(part.ranks, None)
             said = f"did not end within {part.budget_s + GRACE_S:.0f} s, and was left behind"
             self._add(Line(part=part.name, ranks=part.ranks, said=said, ok=False))
 
@@ -259,7 +227,7 @@ class Run:
         except Exception as exc:  # noqa: BLE001 - whatever it is, the next part may work
             traceback.print_exc()
             if not left.is_set():
-                self._teams.pop((part.ranks, part.form), None)
+                self._teams.pop(part.ranks, None)
                 said = f"failed: {type(exc).__name__}: {exc}"
                 self._add(Line(part=part.name, ranks=part.ranks, said=said, ok=False))
 
@@ -269,10 +237,9 @@ class Run:
             self._workers += made
             return made
 
-        key = part.ranks, part.form
-        if key not in self._teams:
-            self._teams[key] = (part.form or form)(part.ranks, workers)
-        return self._teams[key]
+        if part.ranks not in self._teams:
+            self._teams[part.ranks] = form(part.ranks, workers)
+        return self._teams[part.ranks]
 
     def _add(self, line: Line) -> None:
         with self._lock:
@@ -346,11 +313,8 @@ def table(described: dict[str, str], lines: Sequence[Line]) -> str:
     if speeds:
         heads = ("operation", "ranks", "size", "ours GB/s", "NCCL GB/s", "of NCCL", "copy GB/s", "of a copy")
         rows += ["", *columns([heads, *map(_speed, speeds)], heads[1:]), "", _verdict(speeds)]
-    if beside := [line for line in lines if line.part == gpu_ipc.PART and line.times_us]:
-        shared_rows = columns([gpu_ipc.HEADS, *map(gpu_ipc.speed, beside)], gpu_ipc.HEADS[1:])
-        rows += ["", *shared_rows, "", gpu_ipc.verdict(beside)]
     for line in lines:
-        if line.part in ("overhead", "graphs") and line.times_us:
+        if line.part == "overhead" and line.times_us:
             rows.append(shown(line))
     return "\n".join(rows)
 
@@ -389,8 +353,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="fewer sizes and runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes all lines to a file")
     names = sorted({one.name for one in parts_of(2)})
+    taken = [*names, *FORMER]
     parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="ends with what it has by then")
-    parser.add_argument("--parts", nargs="+", choices=names, default=names, help="runs only these")
+    parser.add_argument("--parts", nargs="+", choices=taken, default=names, help="runs only these")
     chosen = parser.parse_args(arguments)
     with _gpus():
         if why := devices.why_none():

@@ -10,9 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from raycollect.backends.device_arrays import device_id
 from raycollect.backends.nccl.group import connected, unique_id
-from raycollect.backends.streams import captured
 from raycollect.cli.harness import interleave, timed
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
@@ -26,7 +24,6 @@ TIMEOUT_S = 15.0
 
 OPS = ("allreduce", "allgather", "reducescatter", "broadcast")
 OURS, BARE, COPY, CHECK = "raycollect", "NCCL", "copy", "raycollect and its consistency check"
-GRAPH, BARE_GRAPH = "raycollect as a graph", "NCCL as a graph"
 
 SMALL_NBYTES = 1 << 10
 WARM_UP = 3
@@ -151,9 +148,9 @@ class Operands:
         size = whole.size // self.ranks
         return tuple(seen(whole[at * size : (at + 1) * size]) for at in range(self.ranks))
 
-    def call(self, bare: Bare, stream: int = 0) -> Callable[[], Any]:
-        """The operation as NCCL's own call, on the bare stream or another one."""
-        comm, stream = bare.comm, stream or bare.stream.ptr
+    def call(self, bare: Bare) -> Callable[[], Any]:
+        """The operation as NCCL's own call, on the bare stream."""
+        comm, stream = bare.comm, bare.stream.ptr
         src, dst, given, taken = self.src.data.ptr, self.dst.data.ptr, self.src.size, self.dst.size
         calls: dict[str, Callable[[], Any]] = {
             "allreduce": lambda: comm.allReduce(src, dst, given, _FLOAT32, _SUM, stream),
@@ -263,45 +260,5 @@ def body_overhead(communicator: Communicator, launches: Sequence[Launch]) -> dic
         times[OURS].append(ended_s - inside_s)
         times[BARE] += timed(call, 1)
     operands.check()
-    bare.close()
-    return {name: found[WARM_UP:] for name, found in times.items()}
-
-
-# ---------------------------------------------------------------------------------------------- graphs
-
-
-def body_graphs(communicator: Any, launches: Sequence[Launch], nbytes: int) -> dict[str, list[float]]:
-    """Times a kernel that comes again, as in a captured step, and NCCL's call, each plain and as a graph, in turn.
-
-    Behind the consistency check, which is the same for both ways of ours: contender -> seconds.
-
-    Raises:
-        AssertionError: A result is wrong, or no graph was launched.
-    """
-    bare = Bare(communicator, launches[0])
-    communicator.end(launches[0], True)
-    expected, before = (b"",) * len(launches[0].ranks), communicator.graphs
-    operands = Operands.make("allreduce", communicator, nbytes)
-    kernels = {GRAPH: operands.kernel(), OURS: operands.kernel()}
-    call = operands.call(bare)
-    bare.done(call)()  # NCCL connects
-    recorded = [captured(device_id(communicator.device), lambda stream: operands.call(bare, stream)())]
-    contenders = {BARE_GRAPH: bare.done(lambda: recorded[0].launch(bare.stream)), BARE: bare.done(call)}
-    times: dict[str, list[float]] = {name: [] for name in (GRAPH, OURS, *contenders)}
-    for at, launch in enumerate(launches[1:]):
-        name, other = (OURS, BARE) if at % 2 else (GRAPH, BARE_GRAPH)
-        communicator.agree(launch, b"", kernels[name], expected)
-        if name == OURS:
-            communicator.agree(launch, b"")  # whoever comes so launches no graph
-        began_s = time.perf_counter()
-        communicator.launch(launch, (kernels[name],))
-        times[name].append(time.perf_counter() - began_s)
-        communicator.end(launch, True)
-        times[other] += timed(contenders[other], 1)
-    counts = communicator.graphs
-    if (counts.recorded - before.recorded, counts.launched > before.launched) != (1, True):
-        raise AssertionError(f"one kernel was to be a graph, and it was {counts}, after {before}")
-    operands.check()
-    recorded.clear()  # NCCL would wait for them
     bare.close()
     return {name: found[WARM_UP:] for name, found in times.items()}

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs the real cupy, NCCL and nvrtc into environments of their own, and checks the fake and the kernels against
+# Installs the real cupy and NCCL into environments of their own, and checks the fake and the backend against
 # them. None of it needs a GPU. Where the packages can't be had, it says so and ends well.
 #
 #   bash tests/real_cupy.sh [ARGS OF PYTEST]
@@ -9,8 +9,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
 # name of the environment -> what is installed there
 declare -A packages=(
-    [cupy13]="cupy-cuda12x==13.6.* nvidia-nccl-cu12 nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12"
-    [cupy14]="cupy-cuda13x==14.* nvidia-nccl-cu13 nvidia-cuda-nvrtc nvidia-cuda-runtime"
+    [cupy13]="cupy-cuda12x==13.6.* nvidia-nccl-cu12 nvidia-cuda-runtime-cu12"
+    [cupy14]="cupy-cuda13x==14.* nvidia-nccl-cu13 nvidia-cuda-runtime"
 )
 
 for name in cupy13 cupy14; do

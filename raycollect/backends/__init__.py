@@ -15,7 +15,7 @@ from typing import NamedTuple, cast
 
 from raycollect.backends.capabilities import BUILT_IN, OF_NCCL, TORCH_PREFIX, Capabilities, torch_line
 from raycollect.backends.experimental import warn_once
-from raycollect.backends.gpus import Gpu, sharing
+from raycollect.backends.gpus import Gpu
 from raycollect.backends.gpus import why_not as gpus_meet
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, Pricing, ReduceOp, TensorInfo
 from raycollect.core.protocols import (
@@ -182,10 +182,7 @@ def choose(machines: Sequence[str], gpus: Sequence[Gpu | None] = (), options: Co
     why_not = f"nccl has no option {strange[0]!r}" if strange else gpus_meet(machines, gpus)
     if why_not:
         return BackendChoice(chosen, f"{where}; each has a GPU, but {why_not}")
-    shared = sharing(machines, gpus)
-    return BackendChoice(
-        "nccl", f"{count} ranks share a GPU, {shared}" if shared else f"each of {count} ranks has a GPU"
-    )
+    return BackendChoice("nccl", f"each of {count} ranks has a GPU")
 
 
 def check_placement(name: str, machines: Sequence[str], group_name: str = "default") -> None:

@@ -264,7 +264,7 @@ BUILT_IN: dict[str, Capabilities] = {line.name: line for line in _LINES}
 
 # ------------------------------------------------------------------------------- options
 
-OF_NCCL = ("device", "graphs")
+OF_NCCL = ("device",)
 """The options (`pg_options`) of `nccl`."""
 
 _KNOWN = (RANK_ORDER[0], *OF_NCCL)

@@ -1,32 +1,37 @@
-"""Driver calls that cupy lacks: the start of an allocation, the UUID of a device; and a unique process id."""
+"""Driver calls that cupy lacks: the UUID of a device, and the mode of stream captures."""
 
 from __future__ import annotations
 
 import ctypes
-import os
-import uuid
 from functools import cache
 
 _LIBRARIES = ("libcuda.so.1", "libcuda.so", "nvcuda.dll")
-_DRAWN = uuid.uuid4().bytes
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
-def process() -> bytes:
-    """Identifies this process uniquely, also among containers with equal process ids."""
-    return os.getpid().to_bytes(4, "little") + _DRAWN
+class RelaxedCapture:
+    """Lets the calling thread query events and allocate memory while another thread captures a CUDA graph.
 
-
-def allocation(pointer: int) -> tuple[int, int] | None:
-    """Finds the allocation of the current device that contains an address: its start and its length in bytes.
-
-    Pools divide their allocations, and an IPC handle names a whole one. None if the driver does not know the address.
+    Otherwise these calls fail and spoil a capture of mode "global", which is the default of torch.
     """
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = exchange_capture_mode(_RELAXED)
+
+    def __exit__(self, *exc: object) -> None:
+        exchange_capture_mode(self._before)
+
+
+def exchange_capture_mode(mode: int) -> int:
+    """Sets how captures of other threads restrict the calling thread; returns the former mode."""
     driver = _driver()
     if driver is None:
-        return None
-    base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
-    status = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(pointer))
-    return None if status else (base.value, nbytes.value)
+        return mode
+    value = ctypes.c_int(mode)
+    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(value))
+    return value.value
 
 
 def uuid_of(device: int) -> bytes:

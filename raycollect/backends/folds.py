@@ -67,10 +67,10 @@ def fold(op: ReduceOp, parts: Sequence[Array], out: Array) -> None:
         if op is not ReduceOp.PRODUCT:  # a sum or an average: of real and imaginary parts
             fold(op, [_as_real(part) for part in parts], _as_real(out))
             return
-        combine = _times
+        combine = product_by_parts
     if len(parts) == 1:
         np.copyto(out, parts[0])
-    elif combine is _times or dtype in WIDENED:
+    elif combine is product_by_parts or dtype in WIDENED:
         wide = np.float32 if dtype in WIDENED else dtype
         for lo in range(0, out.size, _BLOCK):
             block = slice(lo, lo + _BLOCK)
@@ -129,9 +129,11 @@ def _as_real(array: Array) -> Array:
     return array.view(array.real.dtype)
 
 
-def _times(a: Array, b: Array, out: Array) -> None:
-    # One rounding per step; `out` may be `a`. numpy's own product depends on strides, overlap and processor (fused
-    # multiply-add or not).
+def product_by_parts(a: Any, b: Any, out: Any) -> None:
+    """Multiplies arrays of complex numbers, of numpy or cupy, with one rounding per step; `out` may be `a`.
+
+    The libraries' own products depend on strides, overlap and processor (fused multiply-add or not).
+    """
     real, imag = a.real * b.real, a.real * b.imag
     real -= a.imag * b.imag
     imag += a.imag * b.real

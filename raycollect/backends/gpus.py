@@ -84,7 +84,7 @@ def why_not(machines: Sequence[str], gpus: Sequence[Gpu | None]) -> str:
         return "the ranks have different releases of NCCL"
     places = list(zip(machines, (gpu.name for gpu in present), strict=True))
     shared = [place for place, count in Counter(places).items() if count > 1]
-    if not shared or sharing(machines, gpus):
+    if not shared:
         return ""
     on = {
         f"{machine}/{name}": [at for at, other in enumerate(places) if other == (machine, name)]
@@ -96,21 +96,14 @@ def why_not(machines: Sequence[str], gpus: Sequence[Gpu | None]) -> str:
     return "" if all(gpu.may_share for gpu in present) else f"ranks {ranks} share a GPU, and {SHARING} forbids it"
 
 
-def sharing(machines: Sequence[str], gpus: Sequence[Gpu | None]) -> str:
-    """Says how members that all share one GPU work without NCCL, else ""."""
-    present = [gpu for gpu in gpus if gpu is not None]
-    is_one = len({(machine, gpu.name) for machine, gpu in zip(machines, present, strict=True)}) == 1
-    return "by CUDA IPC, as all ranks share one GPU" if is_one and len(present) > 1 else ""
-
-
 def sharing_fault(shared: Mapping[str, Sequence[int]], version: int) -> str:
-    """Says why NCCL can't connect ranks if only some share GPUs, given the ranks by GPU; "" if it can."""
+    """Says why NCCL can't connect ranks that share GPUs, given the ranks by GPU; "" if it can."""
     gpu, ranks = max(shared.items(), key=lambda item: len(item[1]))
     if version < SHARING_FROM:
         return f"ranks {list(ranks)} share the GPU {gpu}, which needs NCCL 2.30, and this is {version}"
     if len(ranks) > MOST_ON_ONE:
-        detail = f"ranks {list(ranks)} share the GPU {gpu}, while other ranks of the group are on another one"
-        return f"{detail}; NCCL's documentation allows {MOST_ON_ONE} ranks on a GPU, and says that more of them hang"
+        detail = f"NCCL's documentation allows {MOST_ON_ONE} ranks on a GPU, and says that more of them hang"
+        return f"ranks {list(ranks)} share the GPU {gpu}; {detail}"
     return ""
 
 

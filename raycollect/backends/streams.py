@@ -7,8 +7,7 @@ later work, on any stream, follows the kernel.
 
 A call that another thread makes for its caller follows the caller's mark instead (`mark`, `after`). Work that a method
 leaves on its own stream is joined to the default stream when its tensors are kept (`settle`). Copies between devices
-follow the caller's streams on both (`follow`). Repeated work is captured on a separate stream (`captured`), so that a
-failed capture leaves the communicator's stream intact.
+follow the caller's streams on both (`follow`).
 
 Events are reused: no call creates one. Without cupy, torch settles its own streams.
 """
@@ -21,10 +20,11 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+from raycollect.backends.cuda_driver import RelaxedCapture
 from raycollect.backends.device_arrays import device_id
 from raycollect.core import threads
 from raycollect.core.model import TensorInfo
@@ -63,7 +63,7 @@ class GroupStream:
     def __init__(self, device: int) -> None:
         self._cuda = import_module("cupy").cuda
         self._device = device
-        with on_device(device):
+        with RelaxedCapture(), on_device(device):
             self.stream: Any = self._cuda.Stream(non_blocking=True)
             self._before = self._cuda.Event(disable_timing=True)
             self._after = self._cuda.Event(disable_timing=True)
@@ -76,7 +76,7 @@ class GroupStream:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Runs cupy's work inside on this stream, after the caller's work; records the end."""
-        with on_device(self._device):
+        with RelaxedCapture(), on_device(self._device):
             self._follow()
             with on_stream(self.stream, self._device):
                 try:
@@ -143,24 +143,21 @@ def on_stream(stream: Any, device: int) -> Iterator[None]:
             before.use()
 
 
-def has_run(stream: int) -> bool:
-    """Tells whether a stream of the current device is idle; raises cupy's error if the device has failed."""
-    return _is_done(import_module("cupy").cuda.runtime.streamQuery(stream))
-
-
 def wait(has_ended: Callable[[], bool], check: Callable[[], None]) -> None:
     """Polls a device until it is done; `check` runs in between and may raise."""
     began_s = time.monotonic()
-    while not has_ended():
-        check()
-        pause(time.monotonic() - began_s)
+    with RelaxedCapture():
+        while not has_ended():
+            check()
+            pause(time.monotonic() - began_s)
 
 
 def has_drained(has_ended: Callable[[], bool], limit_s: float) -> bool:
     """Waits until a device is done, after a failure; False if it is not in time. Raises the errors of `has_ended`."""
     until_s = time.monotonic() + limit_s
-    wait(lambda: has_ended() or time.monotonic() > until_s, lambda: None)
-    return has_ended()
+    with RelaxedCapture():
+        wait(lambda: has_ended() or time.monotonic() > until_s, lambda: None)
+        return has_ended()
 
 
 def pause(waited_s: float) -> None:
@@ -173,26 +170,6 @@ def _is_done(status: Any) -> bool:
     if int(status) not in (0, _NOT_READY):
         raise import_module("cupy").cuda.runtime.CUDARuntimeError(int(status))
     return int(status) == 0
-
-
-def captured(device: int, enqueue: Callable[[int], object]) -> Any:
-    """Captures work as a CUDA graph, without running it; returns cupy's graph and raises cupy's errors.
-
-    `enqueue` gets the pointer of the current stream. It must neither wait for anything nor allocate memory.
-    """
-    cuda = import_module("cupy").cuda
-    with on_device(device):
-        stream = cuda.Stream(non_blocking=True)
-        with on_stream(stream, device):
-            # Relaxed: queries and allocations of other threads neither fail nor invalidate the capture.
-            stream.begin_capture(cuda.runtime.streamCaptureModeRelaxed)
-            try:
-                enqueue(int(stream.ptr))
-            except BaseException:
-                with suppress(Exception):  # it was invalidated
-                    stream.end_capture()
-                raise
-            return stream.end_capture()
 
 
 def mark(tensors: Sequence[TensorInfo]) -> Mark | None:
@@ -278,7 +255,8 @@ def _event(cuda: Any, device: int) -> Any:
     try:
         return _free[device].pop()
     except IndexError:
-        return cuda.Event(disable_timing=True)
+        with RelaxedCapture():
+            return cuda.Event(disable_timing=True)
 
 
 def _current(device: int) -> Sequence[int]:

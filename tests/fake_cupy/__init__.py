@@ -3,8 +3,7 @@
 Device memory is memory of the host. What is enqueued on streams runs later, in an order that depends on the seed
 wherever nothing orders it; ranks of NCCL are threads of this process. What no program may do is a violation.
 
-Threads may stand for other processes (`Fake.as_process`), as far as a device's memory is concerned. The driver's own
-functions are called without cupy; so they are replaced in the room that calls them.
+The driver's own functions are called without cupy; so they are replaced in the room that calls them.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import threading
 import types
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from raycollect.backends import cuda_driver, gpus, streams
@@ -23,7 +22,7 @@ from . import _functions, _nccl, _pointers, _runtime, _state, _streams, _world
 from ._machine import Machine
 from ._queues import Queue
 
-__all__ = ["Fake", "as_process", "installed"]
+__all__ = ["Fake", "installed"]
 
 
 class Fake:
@@ -32,7 +31,7 @@ class Fake:
     Attributes:
         cupy: The module.
         counts: How often what was called: functions of the runtime by their names (``eventRecord``,
-            ``deviceSynchronize``), methods of communicators as ``nccl.allReduce``, ``alloc``, ``graphLaunch``.
+            ``deviceSynchronize``), methods of communicators as ``nccl.allReduce``, ``alloc``.
         violations: What no program may do; `installed` fails if there are any in the end. A test that provokes one
             clears them.
     """
@@ -73,24 +72,6 @@ class Fake:
         for device, uuid in enumerate(uuids):
             self._machine.buses[device], self._machine.uuids[device] = "0000:10:00.0", uuid
 
-    @property
-    def opened(self) -> int:
-        """How many allocations of other processes are open."""
-        return sum(one.count for one in self._machine.heap.opened.values())
-
-    def as_process(self, number: int) -> AbstractContextManager[None]:
-        """Lets the calling thread stand for a process; without that it stands for process 0."""
-        return as_process(number)
-
-    @contextmanager
-    def without_handles(self) -> Iterator[None]:
-        """Lets what any thread allocates meanwhile be of a kind that can't be shown to other processes."""
-        self._machine.heap.unshown = True
-        try:
-            yield
-        finally:
-            self._machine.heap.unshown = False
-
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Lets the calling thread alone run work: what nothing orders comes in an order that the seed alone decides."""
@@ -100,6 +81,15 @@ class Fake:
             yield
         finally:
             self._machine.alone = None
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Lets the calling thread capture a graph in mode "global", which forbids others what is unsafe meanwhile."""
+        self._machine.capturing = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._machine.capturing = None
 
     def hold(self, stream: Any) -> None:
         """Stops a stream (cupy's, or a pointer), until it is released."""
@@ -123,29 +113,9 @@ class Fake:
         """Lets a communicator's next operation fail: the call itself, or when it runs, by an async error; it hangs."""
         comm._there().failing = (status, at_call)
 
-    def spoil_captures(self, count: int, device: int = 0) -> None:
-        """Lets the next captures on a device come to nothing, when they end."""
-        self._machine.spoils[device] = count
-
-    @property
-    def graphs(self) -> int:
-        """How many graphs there are."""
-        return len(self._machine.graphs)
-
     def _queue(self, stream: Any) -> Queue:
         device = getattr(stream, "device_id", -1)
         return self._machine.queue(int(getattr(stream, "ptr", stream)), None if device == -1 else device)
-
-
-@contextmanager
-def as_process(number: int) -> Iterator[None]:
-    """Lets the calling thread stand for a process of the fake that is installed."""
-    thread = _state.current().thread
-    before, thread.process = thread.process, number
-    try:
-        yield
-    finally:
-        thread.process = before
 
 
 @contextmanager
@@ -168,10 +138,9 @@ def installed(
     modules = _modules(cupy_version)
     before = {name: sys.modules.get(name) for name in modules}
     machine = Machine(devices, seed)
-    driver = {name: getattr(cuda_driver, name) for name in ("allocation", "process", "uuid_of")}
+    driver = {name: getattr(cuda_driver, name) for name in ("exchange_capture_mode", "uuid_of")}
     nccl_read, gpus._read = gpus._read, None
-    cuda_driver.allocation = machine.heap.allocation
-    cuda_driver.process = lambda: machine.thread.process.to_bytes(20, "little")
+    cuda_driver.exchange_capture_mode = machine.exchange_capture_mode
     cuda_driver.uuid_of = lambda device: machine.uuids.get(device, b"")
     _state.install(machine)
     has_bytes = int(cupy_version.partition(".")[0]) >= 14
@@ -205,28 +174,16 @@ def _forget() -> None:
 
 
 def _modules(version: str) -> dict[str, types.ModuleType]:
-    cupy, cuda, memory, stream, device = (
-        types.ModuleType(name)
-        for name in ("cupy", "cupy.cuda", "cupy.cuda.memory", "cupy.cuda.stream", "cupy.cuda.device")
-    )
+    cupy, cuda, memory = (types.ModuleType(name) for name in ("cupy", "cupy.cuda", "cupy.cuda.memory"))
     cupy.__path__ = cuda.__path__ = []  # packages, for whoever imports what is in them
     memory.__dict__.update({name: getattr(_pointers, name) for name in _pointers.__all__})
-    stream.__dict__.update({name: getattr(_streams, name) for name in _STREAMS})
-    device.__dict__.update(Device=_streams.Device, get_device_id=_runtime.getDevice)
     cuda.__dict__.update(
-        {name: getattr(_pointers, name) for name in _pointers.__all__ if name != "OutOfMemoryError"},
-        **{name: getattr(_streams, name) for name in (*_STREAMS, "Device", "Graph")},
+        {name: getattr(_pointers, name) for name in ("MemoryPointer", "UnownedMemory")},
+        **{name: getattr(_streams, name) for name in ("Device", "Event", "Stream", "get_current_stream")},
         memory=memory,
-        stream=stream,
-        device=device,
         runtime=_runtime,
         nccl=_nccl,
-        get_device_id=_runtime.getDevice,
-        is_available=lambda: _state.current().devices > 0,
     )
     cupy.__dict__.update(_functions.FUNCTIONS, cuda=cuda, __version__=f"{version}+fake")
-    named = {module.__name__: module for module in (cupy, cuda, memory, stream, device)}
+    named = {module.__name__: module for module in (cupy, cuda, memory)}
     return {**named, "cupy.cuda.runtime": _runtime, "cupy.cuda.nccl": _nccl}
-
-
-_STREAMS = ("Event", "ExternalStream", "Stream", "get_current_stream")

@@ -146,7 +146,7 @@ class ndarray:
 
     def _derive(self, seen: Host) -> ndarray:
         """An array over what numpy made of `_host`."""
-        base = self.data.mem._bytes().ctypes.data if seen.size else 0  # not its pointer, where another process has it
+        base = self.data.mem._bytes().ctypes.data if seen.size else 0
         offset = seen.__array_interface__["data"][0] - base if seen.size else 0
         made = ndarray(seen.shape, seen.dtype, MemoryPointer(self.data.mem, offset), seen.strides)
         made.base = self if self.base is None else self.base
@@ -181,6 +181,22 @@ class ndarray:
     def __setitem__(self, index: Any, value: Any) -> None:
         _copy(self[index], value if isinstance(value, ndarray) or np.isscalar(value) else asarray(value))
 
+    @property
+    def real(self) -> ndarray:
+        return self._derive(self._host().real)
+
+    @real.setter
+    def real(self, value: ndarray) -> None:
+        _copy(self.real, value)
+
+    @property
+    def imag(self) -> ndarray:
+        return self._derive(self._host().imag)
+
+    @imag.setter
+    def imag(self, value: ndarray) -> None:
+        _copy(self.imag, value)
+
     # ------------------------------------------------------------------------------------------- arithmetic
 
     def __add__(self, other: Any) -> ndarray:
@@ -188,6 +204,9 @@ class ndarray:
 
     def __iadd__(self, other: Any) -> ndarray:  # noqa: PYI034 - 3.10 has no Self
         return add(self, other, out=self)
+
+    def __isub__(self, other: Any) -> ndarray:  # noqa: PYI034 - 3.10 has no Self
+        return subtract(self, other, out=self)
 
     def __mul__(self, other: Any) -> ndarray:
         return multiply(self, other)
@@ -308,4 +327,4 @@ def _operand(value: Any) -> Any:
     raise TypeError(f"Unsupported type {type(value)}")
 
 
-add, multiply = ufunc(np.add), ufunc(np.multiply)
+add, multiply, subtract = ufunc(np.add), ufunc(np.multiply), ufunc(np.subtract)

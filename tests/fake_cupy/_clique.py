@@ -116,7 +116,7 @@ class Launch(Work):
         for op in item.state:
             seat = op.call.seat
             if seat.ended:
-                op.over = True  # of a graph: the real one would read freed memory
+                op.over = True  # the real one would read freed memory
                 seat.clique.machine.violate(f"{self.name} on a communicator that has ended")
                 continue
             seat.open.add(op)
@@ -177,14 +177,6 @@ class Clique:
             return False
         there = self.board[op.key]
         for other in there.values():
-            if other.item.work.is_recorded != op.item.work.is_recorded:
-                graphed, called = (op, other) if op.item.work.is_recorded else (other, op)
-                said = f"rank {graphed.call.seat.rank} launches a graph with {graphed.call.told}"
-                machine.violate(f"NCCL: {said}, rank {called.call.seat.rank} calls {called.call.told}")
-                self._spoiled.add(op.key)
-                for one in self.seats.values():
-                    one.error = one.error or MISMATCH
-                break
             if other.call.what[call.peer >= 0 :] != call.what[call.peer >= 0 :]:
                 told = [f"rank {one.seat.rank} calls {one.told}" for one in (other.call, call)]
                 machine.violate(f"NCCL: {told[0]}, {told[1]}")

@@ -13,14 +13,9 @@ class Status(IntEnum):
     UNLOADING = 4
     NO_DEVICE = 100
     INVALID_DEVICE = 101
-    INVALID_CONTEXT = 201
     INVALID_HANDLE = 400
-    ILLEGAL_STATE = 401
     NOT_READY = 600
     CAPTURE_UNSUPPORTED = 900
-    CAPTURE_INVALIDATED = 901
-    CAPTURE_ISOLATION = 905
-    CAPTURE_IMPLICIT = 906
 
 
 _NAMES = {
@@ -29,14 +24,9 @@ _NAMES = {
     4: "cudaErrorCudartUnloading: driver shutting down",
     100: "cudaErrorNoDevice: no CUDA-capable device is detected",
     101: "cudaErrorInvalidDevice: invalid device ordinal",
-    201: "cudaErrorDeviceUninitialized: invalid device context",
     400: "cudaErrorInvalidResourceHandle: invalid resource handle",
-    401: "cudaErrorIllegalState: the operation cannot be performed in the present state",
     600: "cudaErrorNotReady: device not ready",
     900: "cudaErrorStreamCaptureUnsupported: operation not permitted when stream is capturing",
-    901: "cudaErrorStreamCaptureInvalidated: operation failed due to a previous error during capture",
-    905: "cudaErrorStreamCaptureIsolation: dependency created on uncaptured work in another stream",
-    906: "cudaErrorStreamCaptureImplicit: operation would make the legacy stream depend on a capturing blocking stream",
 }
 
 

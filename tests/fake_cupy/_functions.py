@@ -8,7 +8,6 @@ import numpy as np
 
 from . import _arrays
 from ._arrays import asarray, ndarray, ufunc
-from ._kernels import RawModule
 from ._state import current
 
 __all__ = ["FUNCTIONS"]
@@ -51,12 +50,8 @@ def from_dlpack(array: Any) -> ndarray:
 
 
 _UFUNCS = (
-    *("minimum", "maximum", "bitwise_and", "bitwise_or", "bitwise_xor", "logical_or", "logical_and", "logical_xor"),
-    *("true_divide", "floor_divide", "greater", "less", "fmin", "fmax"),
-)
-_DTYPES = (
-    *("bool_", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-    *("float16", "float32", "float64", "complex64", "complex128", "dtype"),
+    *("minimum", "maximum", "bitwise_and", "bitwise_or", "bitwise_xor"),
+    *("true_divide", "fmin", "fmax"),
 )
 
 FUNCTIONS: dict[str, Any] = {
@@ -66,8 +61,6 @@ FUNCTIONS: dict[str, Any] = {
     },
     **{name: ufunc(getattr(np, name)) for name in _UFUNCS},
     **{name: getattr(_arrays, name) for name in ("add", "multiply")},
-    **{name: getattr(np, name) for name in _DTYPES},
     "ndarray": ndarray,
-    "RawModule": RawModule,
 }
 """What the module has."""

@@ -10,14 +10,13 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 from ._errors import CUDARuntimeError, Status
 from ._memory import Heap, Span
-from ._queues import Capture, Item, Mark, Queue, Work, merge
+from ._queues import Item, Mark, Queue, Work, merge
 
 TICK_S = 0.001
 """How long nothing has to happen until the background thread runs what nobody waits for."""
@@ -25,16 +24,19 @@ TICK_S = 0.001
 _REDRAWN = 0.2
 """How often priorities are drawn anew."""
 
+_RELAXED = 2
+"""The mode of captures in which a thread may do anything."""
+
 _handles = itertools.count(0x5000_0000, 0x40)
 """Of streams and events: never those of an earlier fake."""
 
 
 class Thread(threading.local):
-    """What each host thread has chosen: its device, on each device a stream; and the process that it stands for."""
+    """What each host thread has chosen: its device, its mode of captures, and on each device a stream."""
 
     def __init__(self) -> None:
         self.device = 0
-        self.process = 0
+        self.capture_mode = 0
         self.streams: dict[int, Any] = {}
         self.stack: list[tuple[int, Any]] = []
 
@@ -47,8 +49,6 @@ class Machine:
         counts: What was called how often, by the runtime's names.
         violations: What no program may do, and this one did.
         thread: What the calling thread has chosen.
-        graphs: Those that there are.
-        spoils: By device, how many captures are yet to be spoilt.
         buses: By device, its PCI bus id, where it is not the usual one.
         uuids: By device, its UUID, or that of the part of one that MIG makes; else the driver does not tell.
     """
@@ -71,12 +71,11 @@ class Machine:
         self._random = random.Random(seed)
         for queue in self.null:
             queue.priority = self._random.random()
-        self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.spoils: Counter[int] = Counter()
         self._graveyard: deque[Callable[[], None]] = deque()
         self._steps = 0
         self._running = 0  # how many items threads are in
         self.alone: int | None = None  # the one thread that may run work
+        self.capturing: int | None = None  # the thread that captures a graph
         self._open = True
         self._background = threading.Thread(target=self._run_in_background, name="fake-cupy", daemon=True)
         self._background.start()
@@ -97,6 +96,16 @@ class Machine:
     def check_open(self) -> None:
         if not self._open:
             raise CUDARuntimeError(Status.UNLOADING)
+
+    def exchange_capture_mode(self, mode: int) -> int:
+        """As the driver's function: 0 is "global", 2 "relaxed"."""
+        before, self.thread.capture_mode = self.thread.capture_mode, mode
+        return before
+
+    def check_safe(self) -> None:
+        """Refuses what is unsafe while another thread captures."""
+        if self.capturing not in (None, threading.get_ident()) and self.thread.capture_mode != _RELAXED:
+            raise CUDARuntimeError(Status.CAPTURE_UNSUPPORTED)
 
     # ------------------------------------------------------------------------------------------- handles
 
@@ -165,16 +174,10 @@ class Machine:
         return Work(name, run, self.heap.blocks(name, spans), keep)
 
     def enqueue(self, queue: Queue, work: Work, after: Iterable[Mark] = ()) -> None:
-        """Puts work at a stream's end, or into what is captured there."""
+        """Puts work at a stream's end."""
         with self.lock:
             self.check_open()
             self.bury()
-            if queue.capture is not None:
-                if queue.capture.spoilt:
-                    raise CUDARuntimeError(Status.CAPTURE_INVALIDATED)
-                queue.capture.add(work)
-                return
-            self._check_implicit(queue)
             self.contexts.add(queue.device)
             fences = [other.mark() for other in self.queues if other.items and queue.fences(other)]
             item = Item(queue, work, queue.issued + 1, [*after, *fences])
@@ -187,18 +190,6 @@ class Machine:
             queue.items.append(item)
             self.changed.notify()
             self._idle.notify()
-
-    def _check_implicit(self, queue: Queue) -> None:
-        fenced = [other.capture for other in self.queues if other.capture is not None and queue.fences(other)]
-        if queue.handle == 0 and fenced:
-            self.spoil(fenced[0], Status.CAPTURE_IMPLICIT)
-
-    # ------------------------------------------------------------------------------------------ capturing
-
-    def spoil(self, capture: Capture, status: Status) -> NoReturn:
-        """Refuses what a capture forbids, which ends it for all that is useful."""
-        capture.spoilt = True
-        raise CUDARuntimeError(status)
 
     # -------------------------------------------------------------------------------------------- running
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,9 +15,6 @@ from ._machine import Machine
 from ._memory import Block
 from ._queues import Queue
 
-NCCL_INT8, NCCL_UINT8, NCCL_INT32, NCCL_UINT32, NCCL_INT64, NCCL_UINT64 = range(6)
-NCCL_FLOAT16, NCCL_FLOAT32, NCCL_FLOAT64, NCCL_BFLOAT16 = range(6, 10)
-NCCL_CHAR, NCCL_INT, NCCL_HALF, NCCL_FLOAT, NCCL_DOUBLE = 0, 2, 6, 7, 8
 NCCL_SUM, NCCL_PROD, NCCL_MAX, NCCL_MIN, NCCL_AVG = range(5)
 
 available = True
@@ -29,9 +25,6 @@ _FLOAT8 = (10, 11)
 _REDUCTIONS = ("allReduce", "reduce", "reduceScatter")
 
 _CUDA_ERROR, _INVALID_ARGUMENT = 1, 4
-
-_GRAPH_WAITS = 500
-"""How many milliseconds the end of a communicator waits for graphs, before that is told."""
 
 _DTYPES: dict[int, tuple[Any, int]] = {
     **{code: (dtype, 0) for code, dtype in enumerate((np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64))},
@@ -123,6 +116,7 @@ class NcclCommunicator:
         assert not world.group.depth, "the fake makes no communicators inside a group"
         world.machine.counts["nccl.communicators"] += 1
         device = world.machine.current_device()
+        world.machine.check_safe()
         if not 0 <= rank < ndev:
             raise NcclError(_INVALID_ARGUMENT)
         with world.machine.lock:
@@ -143,17 +137,10 @@ class NcclCommunicator:
 
     # --------------------------------------------------------------------------------------------- itself
 
-    @property
-    def comm(self) -> int:
-        return 0 if self._seat is None or self._seat.ended else id(self._seat)
-
     def _there(self) -> Seat:
         if self._seat is None or self._seat.ended:
             raise NcclError(_INVALID_ARGUMENT)
         return self._seat
-
-    def device_id(self) -> int:
-        return self._there().device
 
     def rank_id(self) -> int:
         return self._there().rank
@@ -174,7 +161,6 @@ class NcclCommunicator:
             seat.clique.machine.counts["nccl.destroy"] += 1
             seat.clique.machine.wait(lambda: not seat.open)
             seat.ended = True
-            _await_graphs(seat.clique.machine, seat)
 
     def abort(self) -> None:
         """Ends it, and what it has enqueued; waits until the streams have come there. The other ranks wait on."""
@@ -186,7 +172,6 @@ class NcclCommunicator:
                 seat.ended = True
                 seat.clique.withdraw(machine, seat)
             machine.wait(lambda: all(mark.passed for mark in (*seat.before, *seat.last)))
-            _await_graphs(machine, seat)
 
     # ------------------------------------------------------------------------------------------ operations
 
@@ -290,16 +275,6 @@ class NcclCommunicator:
         if not ptr or any(block.device != self._there().device for block in blocks):
             self._refuse(_INVALID_ARGUMENT)
         return machine.heap.view(ptr, nbytes).view(dtype), blocks
-
-
-def _await_graphs(machine: Machine, seat: Seat) -> None:
-    """Waits for the end of the graphs with a rank's kernels, as the real one does; it would do so for ever."""
-    pause = threading.Event()
-    for _ in range(_GRAPH_WAITS):
-        if not any(seat in graph._seats for graph in list(machine.graphs)):
-            return
-        pause.wait(0.001)
-    machine.violate(f"NCCL: rank {seat.rank} ends its communicator while there are graphs with its kernels")
 
 
 def _itemsize(datatype: int) -> int:

@@ -9,13 +9,13 @@ from ._memory import Block, Bytes, OutOfMemoryError
 from ._state import current
 from ._streams import Device
 
-__all__ = ["Memory", "MemoryPointer", "OutOfMemoryError", "UnownedMemory", "alloc"]
+__all__ = ["MemoryPointer", "OutOfMemoryError", "PooledMemory", "UnownedMemory"]
 
 
-class Memory:
-    """An allocation, given back when its last owner goes. As cupy's, it takes no attributes or weak references."""
+class PooledMemory:
+    """Memory of the pool, which its last owner gives back. As cupy's, it takes attributes but no weak references."""
 
-    __slots__ = ("_free", "device_id", "ptr", "size")
+    __slots__ = ("__dict__", "_free", "device_id", "ptr", "size")
 
     def __init__(self, size: int) -> None:
         self.ptr = 0
@@ -38,12 +38,6 @@ class Memory:
 
     def _bytes(self) -> Bytes:
         return current().heap.view(self.ptr, self.size)
-
-
-class PooledMemory(Memory):
-    """Memory of cupy's pool, which takes attributes, and no weak references either."""
-
-    __slots__ = ("__dict__",)
 
 
 def _last_rites(machine: Any, block: Block) -> Callable[[], None]:

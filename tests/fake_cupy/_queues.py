@@ -1,10 +1,10 @@
-"""Streams as the machine sees them: what is enqueued, what comes before what, and what is being captured."""
+"""Streams as the machine sees them: what is enqueued, and what comes before what."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,15 +15,12 @@ if TYPE_CHECKING:
 
 
 class Work:
-    """What can be enqueued, once or (in a graph) again and again.
+    """What can be enqueued.
 
     Attributes:
         name: What it is, for violations.
         blocks: The allocations that it touches.
-        is_recorded: Whether it is in a graph, which alone runs it.
     """
-
-    is_recorded = False
 
     def __init__(
         self, name: str, run: Callable[[], None] | None, blocks: Sequence[Block] = (), keep: Any = None
@@ -93,7 +90,6 @@ class Queue:
         self.finished = 0
         self.clock: dict[Queue, int] = {}
         self.dying: list[tuple[int, list[Mark], Block]] = []
-        self.capture: Capture | None = None
         self.busy = False
         self.held = False
         self.destroyed = False
@@ -121,23 +117,6 @@ class Queue:
             and other.blocking
             and 0 in (self.handle, other.handle)
         )
-
-
-@dataclass(slots=True)
-class Capture:
-    """What is being recorded from one stream, and from no other.
-
-    Attributes:
-        spoilt: Something was tried that a capture forbids; all that can be done with it is to end it.
-    """
-
-    queue: Queue
-    spoilt: bool = False
-    works: list[Work] = field(default_factory=list)
-
-    def add(self, work: Work) -> None:
-        work.is_recorded = True
-        self.works.append(work)
 
 
 def merge(clock: dict[Queue, int], other: dict[Queue, int]) -> None:

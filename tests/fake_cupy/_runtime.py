@@ -7,17 +7,16 @@ from typing import Any
 
 from ._errors import CUDARuntimeError, Status
 from ._machine import Machine
-from ._queues import Capture, Mark, Queue
+from ._queues import Mark, Queue
 from ._state import counted, current
 
 memcpyHostToHost, memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice, memcpyDefault = range(5)
 streamDefault, streamNonBlocking = 0, 1
-streamLegacy, streamPerThread = 1, 2
+streamLegacy = 1
 eventDisableTiming = 2
 
 _ATTRIBUTES = {75: 9, 76: 0}
 """Those that the fake knows: the compute capability, major and minor."""
-streamCaptureModeRelaxed = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -33,11 +32,6 @@ def _event(machine: Machine, ptr: int) -> EventState:
     if not isinstance(found, EventState):
         raise CUDARuntimeError(Status.INVALID_HANDLE)
     return found
-
-
-def _uncaptured(queue: Queue) -> None:
-    if queue.capture is not None:
-        current().spoil(queue.capture, Status.CAPTURE_UNSUPPORTED)
 
 
 # ------------------------------------------------------------------------------------------------- devices
@@ -69,8 +63,6 @@ def deviceSynchronize() -> None:
     device = machine.current_device()
     with machine.lock:
         queues = [queue for queue in machine.queues if queue.device == device]
-        for queue in queues:
-            _uncaptured(queue)
         marks = [queue.mark() for queue in queues]
     machine.wait(lambda: all(mark.passed for mark in marks))
 
@@ -88,19 +80,12 @@ def deviceGetAttribute(attrib: int, device: int) -> int:
     return _ATTRIBUTES[attrib]
 
 
-def runtimeGetVersion() -> int:
-    return 12080
-
-
-def driverGetVersion() -> int:
-    return 12080
-
-
 # ------------------------------------------------------------------------------------------------- streams
 
 
 @counted
 def streamCreateWithFlags(flags: int) -> int:
+    current().check_safe()
     return current().new_queue(blocking=not flags & streamNonBlocking)
 
 
@@ -118,15 +103,14 @@ def _destroy_stream(machine: Machine, ptr: int) -> None:
 def streamSynchronize(stream: int) -> None:
     machine = current()
     queue = machine.queue(stream)
-    _uncaptured(queue)
     machine.wait(_all_of(machine, queue))
 
 
 @counted
 def streamQuery(stream: int) -> int:
     machine = current()
+    machine.check_safe()
     queue = machine.queue(stream)
-    _uncaptured(queue)
     return 0 if machine.poll(_all_of(machine, queue)) else int(Status.NOT_READY)
 
 
@@ -143,39 +127,8 @@ def streamWaitEvent(stream: int, event: int, flags: int = 0) -> None:
     machine = current()
     with machine.lock:
         queue, mark = machine.queue(stream), _event(machine, event).mark
-        if mark is not None and queue.capture is not None:
-            machine.spoil(queue.capture, Status.CAPTURE_ISOLATION)
         if mark is not None:
             machine.enqueue(queue, machine.work("a wait", None), [mark])
-
-
-@counted
-def streamBeginCapture(stream: int, mode: int = streamCaptureModeRelaxed) -> None:
-    assert mode == streamCaptureModeRelaxed, "the fake knows no other: no thread is kept from anything"
-    machine = current()
-    with machine.lock:
-        queue = machine.queue(stream)
-        if queue.handle == 0:
-            raise CUDARuntimeError(Status.CAPTURE_UNSUPPORTED)
-        if queue.capture is not None:
-            raise CUDARuntimeError(Status.ILLEGAL_STATE)
-        queue.capture = Capture(queue)
-
-
-def _end_capture(ptr: int) -> Capture:
-    machine = current()
-    with machine.lock:
-        queue = machine.queue(ptr)
-        capture = queue.capture
-        if capture is None:
-            raise CUDARuntimeError(Status.ILLEGAL_STATE)
-        queue.capture = None
-        if machine.spoils[queue.device] > 0:
-            machine.spoils[queue.device] -= 1
-            capture.spoilt = True
-        if capture.spoilt:
-            raise CUDARuntimeError(Status.CAPTURE_INVALIDATED)
-        return capture
 
 
 # -------------------------------------------------------------------------------------------------- events
@@ -184,6 +137,7 @@ def _end_capture(ptr: int) -> Capture:
 @counted
 def eventCreateWithFlags(flags: int) -> int:
     machine = current()
+    machine.check_safe()
     return machine.add(EventState(machine.current_device()))
 
 
@@ -200,14 +154,13 @@ def eventRecord(event: int, stream: int) -> None:
         state, queue = _event(machine, event), machine.queue(stream)
         if state.device != queue.device:
             raise CUDARuntimeError(Status.INVALID_HANDLE)
-        if queue.capture is not None:
-            machine.spoil(queue.capture, Status.CAPTURE_UNSUPPORTED)  # the fake captures single streams
         machine.enqueue(queue, machine.work("a record", None))
         state.mark = queue.mark()
 
 
 @counted
 def eventQuery(event: int) -> int:
+    current().check_safe()
     mark = _event(current(), event).mark
     return 0 if mark is None or current().poll(lambda: mark.passed) else int(Status.NOT_READY)
 
@@ -240,18 +193,3 @@ def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:
 
     work = machine.work("memcpyAsync", copy, [(dst, size), (src, size)])
     machine.enqueue(machine.queue(stream), work)
-
-
-@counted
-def ipcGetMemHandle(devPtr: int) -> bytes:
-    return current().heap.handle(devPtr)
-
-
-@counted
-def ipcOpenMemHandle(handle: bytes, flags: int = 1) -> int:
-    return current().heap.open(handle)
-
-
-@counted
-def ipcCloseMemHandle(devPtr: int) -> None:
-    current().heap.close(devPtr)

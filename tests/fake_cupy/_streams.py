@@ -1,4 +1,4 @@
-"""`cupy.cuda`: devices, streams, events and graphs, as cupy's classes over the runtime."""
+"""`cupy.cuda`: devices, streams and events, as cupy's classes over the runtime."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 from . import _runtime
 from ._errors import CUDARuntimeError
 from ._machine import Machine
-from ._queues import Capture
 from ._state import current
 
 
@@ -79,9 +78,6 @@ class _BaseStream:
     def __hash__(self) -> int:
         return self.ptr
 
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return (0, self.ptr)
-
     def _own_device(self) -> int:
         now = _runtime.getDevice()
         if self.device_id not in (-1, now):
@@ -126,14 +122,6 @@ class _BaseStream:
     def wait_event(self, event: Event) -> None:
         _runtime.streamWaitEvent(self.ptr, event.ptr)
 
-    def begin_capture(self, mode: int | None = None) -> None:
-        if self.ptr in (0, 1):
-            raise RuntimeError("cannot capture on the default (legacy) stream")
-        _runtime.streamBeginCapture(self.ptr, _runtime.streamCaptureModeRelaxed if mode is None else mode)
-
-    def end_capture(self) -> Graph:
-        return Graph(_runtime._end_capture(self.ptr))
-
 
 class Stream(_BaseStream):
     """A stream of the device that was current when it was made."""
@@ -159,36 +147,6 @@ class Stream(_BaseStream):
 
 
 Stream.null = Stream(null=True)
-
-
-class ExternalStream(_BaseStream):
-    """A stream of somebody else."""
-
-    def __init__(self, ptr: int, device_id: int = -1) -> None:
-        super().__init__(ptr, device_id)
-
-
-class Graph:
-    """What was captured; it refers to memory by addresses, as the real one does."""
-
-    def __init__(self, capture: Capture) -> None:
-        self._works = capture.works
-        current().graphs.add(self)
-
-    @property
-    def _seats(self) -> set[Any]:
-        """The ranks of NCCL whose kernels are in it."""
-        return {call.seat for work in self._works for call in getattr(work, "calls", ())}
-
-    def launch(self, stream: Any = None) -> None:
-        machine = current()
-        queue = machine.queue((get_current_stream() if stream is None else stream).ptr)
-        with machine.lock:
-            machine.counts["graphLaunch"] += 1
-            for block in [block for work in self._works for block in work.blocks if block.freed]:
-                machine.violate(f"a graph is launched that refers to {block}, which was freed")
-            for work in self._works:
-                machine.enqueue(queue, work)
 
 
 def get_current_stream(device_id: int = -1) -> Any:

@@ -11,40 +11,10 @@ import numpy as np
 from raycollect.backends.device_arrays import DeviceArray
 from raycollect.core.model import Kernel, Launch, OpKind
 from raycollect.core.protocols import Communicator
-from tests.pure.conformance import Case, as_read, listed, other_values, put_in_place, sides, what_is_wrong
+from tests.pure.conformance import Case, as_read, listed, other_values, put_in_place, run_launch, sides, what_is_wrong
 from tests.support.values import replace
 
 from .cases import LAYOUTS, seen, to_host
-
-ARRIVAL = b"as ever"
-
-
-def again(
-    communicator: Any,
-    launch: Launch,
-    kernel: Kernel,
-    expected: Sequence[bytes] | None = None,
-    *,
-    came: Kernel | None = None,
-) -> Any:
-    """One whole launch of a kernel that was run before; gives what all brought, or None if that was expected.
-
-    Args:
-        communicator: This rank's end.
-        launch: The launch.
-        kernel: The kernel, the same object each time.
-        expected: What this rank thinks that all bring.
-        came: The kernel as it is before the check, where that is another object; the same one each time, too.
-    """
-    ok = False
-    try:
-        expected = expected or (ARRIVAL,) * len(launch.ranks)
-        found = communicator.agree(launch, ARRIVAL, came or kernel, expected)
-        communicator.launch(launch, (kernel,))
-        ok = True
-        return None if found is expected else found
-    finally:
-        communicator.end(launch, ok)
 
 
 class Again:
@@ -67,8 +37,7 @@ class Again:
         if kind is OpKind.SEND:
             sends = communicator.rank == case.root
             kind, peer = (OpKind.SEND, case.peer) if sends else (OpKind.RECV, case.root)
-        self._came = Kernel(kind=kind, src=self._src, dst=self._dst, op=case.op, peer=peer)
-        self.kernel = replace(self._came, most=most) if most else self._came
+        self.kernel = Kernel(kind=kind, src=self._src, dst=self._dst, op=case.op, peer=peer, most=most)
 
     def run(self, launch: Launch, turn: int) -> str:
         """Runs it with numbers of its own; says what is wrong, or ""."""
@@ -78,7 +47,7 @@ class Again:
             _fill(made, other_values(values))  # type: ignore[arg-type]
         for made, values in zip(listed(self._src), listed(given), strict=True):
             _fill(made, values)  # type: ignore[arg-type]
-        again(self._communicator, launch, self.kernel, came=self._came)
+        run_launch(self._communicator, launch, self.kernel)
         dtype = np.dtype(case.dtype)
         host = {
             id(one): to_host(one.tensor, dtype)  # type: ignore[attr-defined]
@@ -88,13 +57,10 @@ class Again:
         return what_is_wrong(case, given, src, expected, dst, shared, is_bitwise=False)
 
 
-def body_again(
-    communicator: Communicator, launches: Sequence[Launch], case: Case, library: str = "cupy"
-) -> tuple[list[str], Any]:
-    """Runs a kernel once for each launch; what was wrong each time, and what became of it."""
+def body_again(communicator: Communicator, launches: Sequence[Launch], case: Case, library: str = "cupy") -> list[str]:
+    """Runs a kernel once for each launch; what was wrong each time."""
     one = Again(communicator, case, library)
-    wrong = [one.run(launch, turn) for turn, launch in enumerate(launches)]
-    return wrong, communicator.graphs  # type: ignore[attr-defined]
+    return [one.run(launch, turn) for turn, launch in enumerate(launches)]
 
 
 def _empty(side: Any, how: str, library: str) -> Any:

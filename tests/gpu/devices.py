@@ -3,7 +3,7 @@
 With ``RAYCOLLECT_FAKE_GPU=1`` the tests run on `tests.fake_cupy`: two GPUs, and an NCCL that lets ranks share one.
 
 With ``RAYCOLLECT_GPU_AS_HOSTS=1`` each rank tells NCCL that it is alone on its host, so that NCCL of any release joins
-several ranks on one GPU. They communicate by sockets: this shows results, deadlines, aborts and graphs, but no speed.
+several ranks on one GPU. They communicate by sockets: this shows results, deadlines and aborts, but no speed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def environment_of(rank: int) -> dict[str, str]:
 
 
 def host_of(rank: int) -> str:
-    """The address that a rank names as its host's; ranks that name the same share GPU memory without NCCL."""
+    """The address that a rank names as its host's."""
     return f"host-of-rank-{rank}" if AS_HOSTS else ""
 
 
@@ -81,12 +81,8 @@ def why_not_so_many(ranks: int) -> str:
     """Why so many ranks can't be had here, or ""."""
     if ranks <= count() or (AS_HOSTS and ranks <= MOST_AS_HOSTS):
         return ""
-    most = MOST_ON_ONE * count() if count() > 1 and nccl_version() >= SHARING_FROM else count()
-    if ranks <= most:
-        return ""
-    return (
-        f"{ranks} ranks on {count()} GPU: NCCL {nccl_version()} takes {most}, and tests/gpu/test_ipc.py is for one GPU"
-    )
+    most = MOST_ON_ONE * count() if nccl_version() >= SHARING_FROM else count()
+    return "" if ranks <= most else f"{ranks} ranks on {count()} GPU: NCCL {nccl_version()} takes {most}"
 
 
 @cache

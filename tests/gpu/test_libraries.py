@@ -1,4 +1,4 @@
-"""Memory of GPUs as other libraries have it: what is read-only, imported or known by DLPack, and graphs of torch."""
+"""Memory of GPUs as other libraries have it: what is read-only or known by DLPack, and graphs of torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ pytest.importorskip("ml_dtypes", reason="raycollect needs ml_dtypes")
 import numpy as np
 
 from raycollect.backends import arrays
-from raycollect.backends.nccl.ipc_memory import Exports
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
 from raycollect.pos.store import weak
@@ -84,29 +83,6 @@ def test_an_array_known_by_dlpack_is_worked_on_in_place(team_of: TeamOf, library
     assert arrays.is_writeable(seen(lent))
     team.must(run_launch, team.launch(), _summed(lent))
     np.testing.assert_array_equal(to_host(own, FLOAT), np.arange(1000, dtype=FLOAT))
-
-
-def _lend(queue: Any, done: Any) -> None:
-    queue.put(import_module("torch").ones(1 << 20, device="cuda"))
-    done.wait(WAIT_S)
-
-
-@real_only
-def test_memory_that_torch_has_from_another_process_has_no_handle_here() -> None:
-    devices.need("torch")
-    torch = import_module("torch")
-    context = torch.multiprocessing.get_context("spawn")
-    queue, done = context.Queue(), context.Event()
-    process = context.Process(target=_lend, args=(queue, done))
-    process.start()
-    try:
-        theirs, mine = queue.get(timeout=WAIT_S), torch.zeros(1 << 20, device="cuda")
-        assert Exports(0).can_show(mine.data_ptr(), mine.nbytes)
-        assert not Exports(0).can_show(theirs.data_ptr(), theirs.nbytes)
-        del theirs
-    finally:
-        done.set()
-        process.join(WAIT_S)
 
 
 # ---------------------------------------------------------------------------------------------- a rank that leaves

@@ -32,6 +32,7 @@ from tests.pure.operands import NARROW
 from tests.support.values import replace
 
 from . import devices
+from .again import body_again
 from .cases import LIBRARIES, body_device_works, check, layouts_of, placed, seen, to_host
 
 TeamOf = Callable[[int], Team]
@@ -91,6 +92,26 @@ def test_the_first_kernel_may_be_staged(team_of: TeamOf, world: int) -> None:
     kinds = [kind for kind in KINDS if kind is not OpKind.SEND]
     ops = {kind: ReduceOp.SUM if kind in REDUCTIONS else None for kind in kinds}
     check(team_of(world), "cupy", [Case(kind=k, dtype="int32", size=105, op=ops[k]) for k in kinds], staged=True)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", [1, *SEVERAL])
+def test_a_kernel_that_comes_again(team_of: TeamOf, world: int, kind: OpKind, inplace: bool, library: str) -> None:
+    """With other numbers in each run."""
+    if kind is OpKind.SEND and (world == 1 or inplace):
+        pytest.skip("a send needs two ranks, and has nothing in place")
+    team = team_of(world)
+    devices.need(library)
+    op = ReduceOp.SUM if kind in REDUCTIONS else None
+    peer = 0 if kind is OpKind.SEND else -1
+    case = Case(kind=kind, dtype="int32", size=60 * world, op=op, root=world - 1, peer=peer, inplace=inplace)
+    ranks = (0, world - 1) if kind is OpKind.SEND else team.everyone
+    for how in ("plain", "every other"):
+        launches = [team.launch(ranks, 60.0) for _ in range(4)]
+        found = team.must(body_again, launches, replace(case, layout=how), library, ranks=ranks)
+        assert found == [[""] * 4] * len(ranks)
 
 
 @pytest.mark.parametrize("dtype", [one for one in DTYPES if one not in NARROW])

@@ -30,7 +30,7 @@ def refused(kind: Any, status: int) -> Iterator[None]:
     assert caught.value.status == status
 
 
-# --------------------------------------------------------------- streams and events, memory of other processes
+# ------------------------------------------------------------------------------------------ streams and events
 
 
 def _handed_over(seed: int, **how: Any) -> bool:
@@ -81,42 +81,6 @@ def test_an_event_is_done_when_what_came_before_it_is(fake):
     assert event.done
     assert stream.done
     assert value.get(stream).tolist() == [7] * 4
-
-
-def test_memory_of_another_process_is_reached_where_it_is_open_and_nowhere_else(fake):
-    cupy, runtime = fake.cupy, fake.cupy.cuda.runtime
-    value = cupy.arange(8)
-    handle = runtime.ipcGetMemHandle(value.data.ptr)
-    with fake.as_process(1):
-        mine = cupy.zeros(8, value.dtype)
-        opened = runtime.ipcOpenMemHandle(handle)
-        cases = [("at an address of process 0", value.data.ptr, 64), ("goes 8 bytes beyond", opened + 8, 64)]
-        runtime.memcpyAsync(mine.data.ptr, opened, 64, runtime.memcpyDeviceToDevice, 0)
-        assert not fake.violations
-        for told, source, nbytes in cases:
-            runtime.memcpyAsync(mine.data.ptr, source, nbytes, runtime.memcpyDeviceToDevice, 0)
-            assert told in fake.violations.pop()
-    with fake.as_process(2):
-        runtime.memcpyAsync(opened, opened, 8, runtime.memcpyDeviceToDevice, 0)
-        assert "at an address of process 1" in fake.violations.pop()
-        fake.violations.clear()
-    with fake.as_process(1):
-        runtime.ipcCloseMemHandle(opened)
-        runtime.memcpyAsync(mine.data.ptr, opened, 8, runtime.memcpyDeviceToDevice, 0)
-        assert "which was closed" in fake.violations.pop()
-        opened = runtime.ipcOpenMemHandle(handle)
-    runtime.deviceSynchronize()
-    del value
-    assert "was freed while process 1 has it open" in fake.violations.pop()
-    with fake.as_process(1):
-        runtime.memcpyAsync(mine.data.ptr, opened, 8, runtime.memcpyDeviceToDevice, 0)
-        assert "which was freed" in fake.violations.pop()
-    runtime.deviceSynchronize()
-    fake.violations.clear()
-    with fake.without_handles():
-        bare = cupy.zeros(3)
-    with refused(fake.cupy.cuda.runtime.CUDARuntimeError, 1):
-        runtime.ipcGetMemHandle(bare.data.ptr)
 
 
 # ------------------------------------------------------------------------------------------- memory and arrays
@@ -181,48 +145,6 @@ def test_nothing_comes_to_the_host_by_itself(fake):
         copied = value.copy()
         assert (copied.device.id, copied.get().sum()) == (1, 3)
         assert value.get().tolist() == [1.0] * 3
-
-
-# ----------------------------------------------------------------------------------------- captures and graphs
-
-
-@pytest.mark.parametrize(
-    ("what", "status"),
-    [
-        ("synchronize", 900),
-        ("query", 900),
-        ("get", 900),
-        ("device", 900),
-        ("record", 900),
-        ("outside", 905),
-        ("legacy", 906),
-    ],
-)
-def test_what_a_capture_forbids_spoils_it(fake, what, status):
-    cupy, cuda = fake.cupy, fake.cupy.cuda
-    stream, other = cuda.Stream(), cuda.Stream(non_blocking=True)
-    outside, value = other.record(), cupy.zeros(4)
-    cuda.runtime.deviceSynchronize()
-    with stream:
-        stream.begin_capture()
-        wrongs = {
-            "synchronize": stream.synchronize,
-            "query": lambda: stream.done,
-            "get": value.get,
-            "device": cuda.runtime.deviceSynchronize,
-            "outside": lambda: stream.wait_event(outside),
-            "record": stream.record,
-            "legacy": lambda: cuda.runtime.memcpyAsync(value.data.ptr, value.data.ptr, 4, 3, 0),  # which waits for it
-        }
-        with refused(fake.cupy.cuda.runtime.CUDARuntimeError, status):
-            wrongs[what]()
-        with refused(fake.cupy.cuda.runtime.CUDARuntimeError, 901):
-            value += 1
-        with refused(fake.cupy.cuda.runtime.CUDARuntimeError, 901):
-            stream.end_capture()
-        value += 1
-    stream.synchronize()
-    assert value.get().tolist() == [1.0] * 4
 
 
 # -------------------------------------------------------------------------------------------------------- NCCL

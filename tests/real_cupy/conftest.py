@@ -10,7 +10,7 @@ import pytest
 
 cupy = pytest.importorskip("cupy", reason="`make real-cupy` installs it")
 
-LIBRARIES = ("libnvrtc-builtins.so.*", "libnvrtc.so.*", "libnccl.so.*", "libcudart.so.*")
+LIBRARIES = ("libnccl.so.*", "libcudart.so.*")
 """In this order: each finds the ones before by their names."""
 
 

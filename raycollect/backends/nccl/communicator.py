@@ -15,10 +15,11 @@ and a call with `async_op` overlaps with the caller's own kernels.
 Failure. Waiting notices the launch's deadline, an abort, and asynchronous errors of NCCL. Any of these aborts NCCL's
 communicator (`ncclCommAbort`), whose kernels then end on the GPU; the group is broken. An NCCL call that blocks while
 it enqueues (NCCL connects to ranks on first use) is ended from another thread in the same way: by the thread that
-aborts, or by the guard, if the call exceeds its launch's limit. An unbroken group is destroyed (`ncclCommDestroy`) on
-close, not aborted: NCCL may still be sending data of its kernels.
+aborts, or by the guard, if the call exceeds its launch's limit. NCCL frees the communicator under that call, and cupy
+has no call that only interrupts it; so an abort first waits `ENTER_S`, in which most calls return. An unbroken group is
+destroyed (`ncclCommDestroy`) on close, not aborted: NCCL may still be sending data of its kernels.
 
-Repetition. Repeated kernels, as in a captured step, run as CUDA graphs where all ranks can (`graphs`).
+Repetition. A kernel keeps its script, so that a captured step or a repeated call only enqueues it.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
+from raycollect.backends.cuda_driver import RelaxedCapture
+from raycollect.backends.device_arrays import DeviceArray
+from raycollect.backends.exchanged import Exchanged
 from raycollect.backends.kernels import late
-from raycollect.backends.nccl.graphs import PLAIN, GraphCounts, Replays, Way, is_same, parted, way_of
-from raycollect.backends.nccl.group import HINT, NcclEndpoint, join, said
-from raycollect.backends.nccl.ipc_group import IpcCommunicator, share
-from raycollect.backends.nccl.on_gpu import OnGpu
+from raycollect.backends.nccl.group import HINT, NcclEndpoint, free, join, said
 from raycollect.backends.nccl.ops import folds, reduction_of
 from raycollect.backends.nccl.run import write
 from raycollect.backends.nccl.scripts import Script, enqueue
-from raycollect.backends.streams import GroupStream, captured, has_drained, pause
+from raycollect.backends.streams import GroupStream, has_drained, pause
 from raycollect.core import threads, timers
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Joining
@@ -58,13 +59,11 @@ GUARD_S = 0.25  # How often the guard checks for ranks that block while they enq
 _log = logging.getLogger("raycollect")
 
 
-def create(joining: Joining) -> NcclCommunicator | IpcCommunicator:
+def create(joining: Joining) -> NcclCommunicator:
     """Joins the group; returns when this rank has met all others.
 
-    Where all of them share one GPU and NCCL is too old for that, they work in each other's memory (`ipc_group`).
-
     The option ``device`` is the number of the GPU in each member's process, by default the calling thread's current one
-    (0 if none was chosen). ``graphs=False`` disables CUDA graphs for repeated kernels.
+    (0 if none was chosen).
 
     Raises:
         InvalidGroupError: The options don't fit.
@@ -74,27 +73,23 @@ def create(joining: Joining) -> NcclCommunicator | IpcCommunicator:
     """
     spec = joining.spec
     joined = join(spec, joining.rank, joining.rendezvous, host=joining.host, timeout_s=JOIN_TIMEOUT_S)
-    if joined.shared:
-        return share(joining, device=joined.device)
     communicator = NcclCommunicator(joined, joining)
     first = Launch(seq=0, ranks=tuple(range(spec.world_size)), timeout_s=JOIN_TIMEOUT_S)
     communicator.launch(first, (Kernel(kind=OpKind.BARRIER),))  # NCCL connects at its first operation
     return communicator
 
 
-class NcclCommunicator(OnGpu):
+class NcclCommunicator(Exchanged):
     """One rank's membership. An abort also wakes a rank inside a kernel, and breaks the group."""
 
     def __init__(self, joined: NcclEndpoint, joining: Joining) -> None:
-        super().__init__(joining, joined.device)
+        super().__init__(joining)
+        self.device: str = f"cuda:{joined.device}"  # ``"cuda:0"``
         self._nccl = joined.communicator
         self._version = joined.version
         self._capability = joined.capability
-        self._device = joined.device
         self._stream = GroupStream(joined.device)
-        self._replays = Replays(records=joined.records)
-        self._next: tuple[Kernel, Way] | None = None  # the repeated kernel, and how all ranks run it
-        self._to_record: tuple[Kernel, Kernel] | None = None  # the agreed and the launched kernel, to record at the end
+        self._key = object()  # marks the scripts that kernels keep for this communicator, without holding it
         self._workspace: Any = None  # memory that running kernels use
         self._entering = 0  # the launch whose kernels are being enqueued, which may block
         self._until_s = math.inf  # the time limit of that
@@ -104,35 +99,6 @@ class NcclCommunicator(OnGpu):
         self._is_bereft = False  # whether the process of a rank has ended
         _guard.add(self)
 
-    @property
-    def graphs(self) -> GraphCounts:
-        """Statistics of the repeated kernels."""
-        return self._replays.counts
-
-    def agree(
-        self, launch: Launch, arrival: bytes, kernel: Kernel | None = None, expected: Sequence[bytes] | None = None
-    ) -> Sequence[bytes]:
-        """Exchanges arrivals among `launch.ranks` over the exchange, so that no GPU waits for an absent rank.
-
-        Ranks that repeat a kernel of an earlier run also agree on how to run it.
-        """
-        self._next, word = None, PLAIN
-        if kernel is not None and expected is not None:
-            self._check_going(launch)
-            self._check_kernel(launch, kernel)
-            word = self._replays.word(kernel, expected)
-        replies = [parted(bytes(reply)) for reply in super().agree(launch, arrival + word.pack(), kernel)]
-        brought = [blob for blob, _ in replies]
-        if expected is None or brought != list(expected):
-            return brought
-        if kernel is not None:
-            words = [rank_word for _, rank_word in replies]
-            way = way_of(words)
-            if way is Way.PLAIN and all(other.expected == word.expected for other in words):
-                self._replays.forget(kernel)  # another rank that expected the same has no graph
-            self._next = kernel, way
-        return expected
-
     def launch(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
         """Runs kernels after the caller's work: one, or several as one NCCL group."""
         self.enqueue(launch, kernels)
@@ -140,15 +106,17 @@ class NcclCommunicator(OnGpu):
 
     def enqueue(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
         """Enqueues kernels; `finish` waits for them."""
-        agreed, self._next, self._to_record = self._next, None, None
-        kernel = kernels[0]
-        if agreed is None or len(kernels) > 1 or not is_same(agreed[0], kernel):
-            self._start(launch, kernels)
-        elif agreed[1] is Way.GRAPH:
-            self._start_graph(launch, kernel, agreed[0])
-        else:
-            self._start(launch, kernels, agreed[0])
-            self._to_record = (agreed[0], kernel) if agreed[1] is Way.RECORD else None
+        self._check_going(launch)
+        for kernel in kernels:
+            self._check_kernel(launch, kernel)
+        with self._failing(kernels[0], launch), self._watched(launch), self._stream.entered():
+            scripts_by_kernel = [self._written(kernel) for kernel in kernels]
+            self._workspace = scripts_by_kernel
+            if all(len(scripts) == 1 for scripts in scripts_by_kernel):
+                self._enqueue([script for (script,) in scripts_by_kernel])
+            else:
+                for script in (script for scripts in scripts_by_kernel for script in scripts):
+                    self._enqueue((script,))
 
     def finish(self, launch: Launch, kernel: Kernel) -> None:
         """Waits until the last enqueued work has ended on the GPU.
@@ -159,7 +127,7 @@ class NcclCommunicator(OnGpu):
             KernelError: NCCL or the device failed.
         """
         began_s = asked_s = time.monotonic()
-        with self._failing(kernel, launch):
+        with self._failing(kernel, launch), RelaxedCapture():
             while not self._stream.has_ended():
                 self._check_going(launch)
                 now_s = time.monotonic()
@@ -172,9 +140,6 @@ class NcclCommunicator(OnGpu):
             self._check_going(launch)  # the kernels of an aborted communicator end, too
             self._ask()
         self._workspace = None
-        if self._to_record is not None and self._to_record[1] is kernel:
-            (agreed, _), self._to_record = self._to_record, None
-            self._record(launch, kernel, agreed)
 
     def end(self, launch: Launch, ok: bool, owed: Sequence[Kernel] = ()) -> tuple[int, ...]:
         """Leaves the launch."""
@@ -195,53 +160,17 @@ class NcclCommunicator(OnGpu):
         is_idle = not self._entering and self._workspace is None
         self._end(is_quiet=is_whole and is_idle and self._is_in_step and not self._is_bereft)
 
-    def _start(self, launch: Launch, kernels: Sequence[Kernel], agreed: Kernel | None = None) -> None:
-        self._check_going(launch)
-        for kernel in kernels:
-            self._check_kernel(launch, kernel)
-        with self._failing(kernels[0], launch), self._watched(launch), self._stream.entered():
-            scripts_by_kernel = [self._written(kernel, agreed) for kernel in kernels]
-            self._workspace = scripts_by_kernel
-            if all(len(scripts) == 1 for scripts in scripts_by_kernel):
-                enqueue([script for (script,) in scripts_by_kernel])
-            else:
-                for script in (script for scripts in scripts_by_kernel for script in scripts):
-                    enqueue((script,))
+    def _enqueue(self, scripts: Sequence[Script]) -> None:
+        enqueue(scripts, self._nccl, self._stream.pointer)
 
-    def _start_graph(self, launch: Launch, kernel: Kernel, agreed: Kernel) -> None:
-        self._check_going(launch)
-        with self._failing(kernel, launch), self._watched(launch), self._stream.entered():
-            self._workspace = agreed  # not the graph, which must be freed before the communicator ends
-            self._replays.launch(agreed, self._stream.stream)
-
-    def _record(self, launch: Launch, kernel: Kernel, agreed: Kernel) -> None:
-        # If the capture fails, the kernel stays plain.
-
-        def calls(stream: int) -> None:
-            enqueue(write(kernel, self._nccl, self.rank, self.world_size, self._version, stream))
-
-        with self._failing(kernel, launch):
-            with self._watched(launch):
-                error = self._replays.record(agreed, launch.seq, lambda: captured(self._device, calls))
-            if error is None:
-                _log.debug("%s of group %r is a CUDA graph from now on", kernel.kind.value, self._group_name)
-                return
-            self._check_going(launch)
-            if self._is_over:  # by the guard, after the time limit
-                try:
-                    raise error
-                finally:
-                    del error  # its frames hold the communicator
-            self._ask()
-        _log.warning(
-            "%s of group %r could not become a CUDA graph: %s", kernel.kind.value, self._group_name, said(error)
-        )
-
-    def _written(self, kernel: Kernel, agreed: Kernel | None) -> list[Script]:
-        def make_scripts() -> list[Script]:
-            return write(kernel, self._nccl, self.rank, self.world_size, self._version, self._stream.pointer)
-
-        return make_scripts() if agreed is None else self._replays.scripts(agreed, make_scripts)
+    def _written(self, kernel: Kernel) -> list[Script]:
+        key, scripts = kernel.memo.get("nccl", (None, None))
+        if key is self._key:
+            return cast("list[Script]", scripts)
+        written = write(kernel, self.rank, self.world_size, self._version)
+        if len(written) == 1 and written[0].is_bare:
+            kernel.memo["nccl"] = self._key, written
+        return written
 
     @contextmanager
     def _watched(self, launch: Launch) -> Iterator[None]:
@@ -277,12 +206,11 @@ class NcclCommunicator(OnGpu):
         # If `is_quiet`, NCCL may still be sending data of this rank, which an abort would drop.
         with self._lock:
             is_over, self._is_over = self._is_over, True
-        threads.survives(self._replays.drop)
         if is_over:
             return
-        # In a helper thread, and not under the lock: NCCL waits for the work before its kernels on their stream, and
-        # for graphs; a destroyed communicator also waits for the other ranks of the host
-        threads.bounded(self._nccl.destroy if is_quiet else self._nccl.abort, _ABORT_S)
+        # In a helper thread, and not under the lock: NCCL waits for the work before its kernels on their stream; a
+        # destroyed communicator also waits for the other ranks of the host
+        threads.bounded(partial(free, self._nccl, is_quiet=is_quiet), _ABORT_S)
 
     def _late(self, launch: Launch, what: str) -> CollectiveTimeoutError:
         return late(self._group_name, launch, f"{what} of rank {self.rank}", f"; {HINT}")
@@ -315,13 +243,34 @@ class NcclCommunicator(OnGpu):
                 return  # and hold the memory
         self._workspace = None
 
-    def _other_than(self, op: ReduceOp, dtype: str) -> str:
-        is_reduced = reduction_of(op, dtype, self._version) is not None
+    def _check_kernel(self, launch: Launch, kernel: Kernel) -> None:
+        # Raises UnsupportedError for arrays that are not on this rank's GPU, or can't be reduced.
+        if kernel.memo.get("nccl.checked") == self.device:
+            return
+        if stray := _stray_device(kernel, self.device):
+            expected = f"{self.device}, the device of this rank of the group; shm and tcp take others"
+            raise self._refused(kernel, "device", stray, expected)
+        if kernel.op is not None and kernel.sample is not None:
+            dtype = kernel.sample.dtype.name
+            if not self._can_reduce(kernel.op, dtype):
+                expected = f"one that NCCL {self._version} on sm_{self._capability}, or cupy, has for that type"
+                raise self._refused(kernel, "reduce op", f"{kernel.op.name} of {dtype}", expected)
+        kernel.memo["nccl.checked"] = self.device  # not this object: the memo would keep it alive
+
+    def _can_reduce(self, op: ReduceOp, dtype: str) -> bool:
         if dtype.startswith("float8") and self._capability < FLOAT8_FROM:
-            is_reduced = False
-        if is_reduced or folds(op, dtype):
-            return ""
-        return f"one that NCCL {self._version} on sm_{self._capability}, or cupy, has for that type"
+            return False
+        return reduction_of(op, dtype, self._version) is not None or folds(op, dtype)
+
+
+def _stray_device(kernel: Kernel, device: str) -> str:
+    # The device of the first array on another device: ``"cpu"``, ``"cuda:1"``; empty if all are on `device`.
+    for side in (kernel.src, kernel.dst):
+        for array in side if type(side) is tuple else (() if side is None else (side,)):
+            actual = array.device if isinstance(array, DeviceArray) else "cpu"
+            if actual != device:
+                return actual
+    return ""
 
 
 class _Guard(timers.Watcher):

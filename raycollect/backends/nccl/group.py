@@ -9,9 +9,11 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
+from raycollect.backends.cuda_driver import RelaxedCapture
 from raycollect.backends.gpus import SHARING, first_use, may_share, name_of, sharing_fault
 from raycollect.backends.joining import gathered, not_joined
 from raycollect.core import threads
@@ -22,8 +24,6 @@ from raycollect.errors import BackendUnavailableError, CollectiveTimeoutError, I
 from raycollect.errors.text import listed
 
 HINT = "NCCL_DEBUG=INFO in the environment of the actors makes NCCL tell more"
-# The first NCCL and CUDA with which NCCL kernels can be captured in CUDA graphs
-GRAPHS_FROM, _CUDA_GRAPHS_FROM = 20900, 11030
 # Status -> its meaning, if some cupy versions have no text for it
 _STATUSES = {
     6: "a remote rank has failed or exited",
@@ -41,12 +41,10 @@ _log = logging.getLogger("raycollect")
 class NcclEndpoint:
     """A rank's end of NCCL."""
 
-    communicator: Any  # cupy's; None if the ranks share GPU memory instead of using NCCL
+    communicator: Any  # cupy's
     device: int  # the device's number in this process
     version: int  # NCCL's, as 22803 for 2.28.3
     capability: int  # the least compute capability in the group, as 90 for sm_90
-    records: bool = False  # whether kernels may become CUDA graphs here
-    shared: str = ""  # why the ranks share GPU memory; empty if they use NCCL
 
 
 class _RankGpu(Wire, frozen=True, kw_only=True):
@@ -67,16 +65,13 @@ def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, *, host: str, timeo
     nccl = import_module("cupy.cuda.nccl")
     device = _device(cupy, spec)
     version = int(nccl.get_version())
-    records = _records(cupy, spec, version)
     gpu = f"{host}/{name_of(cupy.cuda.runtime, device)}"
     capability = _capability(cupy.cuda.runtime, device)
     here = _RankGpu(gpu=gpu, version=version, may_share=may_share(), capability=capability)
     rendezvous.put(f"nccl.place.{rank}", _RANK_GPUS.encode(here))
     until_s = time.monotonic() + timeout_s
     rank_gpus = list(gathered(_RANK_GPUS, rendezvous, spec, "nccl.place", range(spec.world_size), timeout_s).values())
-    least = min(rank_gpu.capability for rank_gpu in rank_gpus)
-    if why := _check(spec, rank_gpus):
-        return NcclEndpoint(communicator=None, device=device, version=version, capability=least, shared=why)
+    _check(spec, rank_gpus)
     if rank == 0:
         rendezvous.put("nccl.id", unique_id(nccl))
     try:
@@ -86,7 +81,8 @@ def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, *, host: str, timeo
     # In a helper thread, as the call blocks until all ranks have joined
     making = threads.call_in_helper(_connect, cupy, nccl, device, (spec.world_size, unique, rank))
     communicator = _await_communicator(making, spec, rank, timeout_s)
-    return NcclEndpoint(communicator=communicator, device=device, version=version, capability=least, records=records)
+    least = min(rank_gpu.capability for rank_gpu in rank_gpus)
+    return NcclEndpoint(communicator=communicator, device=device, version=version, capability=least)
 
 
 def unique_id(nccl: Any) -> bytes:
@@ -105,6 +101,15 @@ def connected(nccl: Any, world_size: int, unique: bytes, rank: int) -> Any:
         return nccl.NcclCommunicator(world_size, signed, rank)
 
 
+def free(communicator: Any, *, is_quiet: bool) -> None:
+    """Ends a communicator of cupy's: after its work if `is_quiet`, else at once."""
+    with RelaxedCapture():
+        if is_quiet:
+            communicator.destroy()
+        else:
+            communicator.abort()
+
+
 def said(exc: BaseException) -> str:
     """Describes cupy's exception; cupy raises KeyError for statuses that are newer than its table."""
     if isinstance(exc, KeyError) and exc.args and exc.args[0] in _STATUSES:
@@ -115,8 +120,8 @@ def said(exc: BaseException) -> str:
 def _device(cupy: Any, spec: GroupSpec) -> int:
     options = dict(spec.options)
     chosen = options.pop("device", None)
-    if unknown := sorted(options.keys() - {"graphs"}):
-        detail = f"backend 'nccl' takes the options 'device' and 'graphs', and got {listed(unknown)}"
+    if options:
+        detail = f"backend 'nccl' takes the option 'device', and got {listed(sorted(options))}"
         raise InvalidGroupError(group_name=spec.name, detail=detail)
     try:
         count = int(cupy.cuda.runtime.getDeviceCount())
@@ -135,17 +140,8 @@ def _capability(runtime: Any, device: int) -> int:
     return 10 * major + minor
 
 
-def _records(cupy: Any, spec: GroupSpec, version: int) -> bool:
-    chosen = dict(spec.options).get("graphs", True)
-    if type(chosen) is not bool:
-        detail = f"backend 'nccl': the option 'graphs' is True or False, and got {chosen!r}"
-        raise InvalidGroupError(group_name=spec.name, detail=detail)
-    return chosen and version >= GRAPHS_FROM and int(cupy.cuda.runtime.runtimeGetVersion()) >= _CUDA_GRAPHS_FROM
-
-
-def _check(spec: GroupSpec, rank_gpus: Sequence[_RankGpu]) -> str:
-    # Refuses placements that NCCL refuses or hangs on; lets ranks share a GPU if NCCL can. Returns the reason if all of
-    # them have to use CUDA IPC instead; else "".
+def _check(spec: GroupSpec, rank_gpus: Sequence[_RankGpu]) -> None:
+    # Refuses placements that NCCL refuses or hangs on; lets ranks share a GPU if NCCL can.
 
     def refuse(why: str) -> BackendUnavailableError:
         return BackendUnavailableError(group_name=spec.name, detail=f"backend 'nccl': {why}")
@@ -155,21 +151,16 @@ def _check(spec: GroupSpec, rank_gpus: Sequence[_RankGpu]) -> str:
         raise refuse(f"the members have different releases of NCCL: {releases}")
     shared = [gpu for gpu, count in Counter(rank_gpu.gpu for rank_gpu in rank_gpus).items() if count > 1]
     if not shared:
-        return ""
-    ranks = _ranks_on(rank_gpus, shared[0])
-    if len(ranks) == len(rank_gpus):
-        why = f"all of ranks {ranks} share the GPU {shared[0]}"
-        _log.info("group %r works in the memory of its GPU by CUDA IPC: %s", spec.name, why)
-        return why
+        return
     if why := sharing_fault({gpu: _ranks_on(rank_gpus, gpu) for gpu in shared}, rank_gpus[0].version):
         raise refuse(f"{why}. Give each member a GPU of its own, or use 'shm' or 'tcp', through the memory of the host")
     unwilling = [rank for rank, rank_gpu in enumerate(rank_gpus) if not rank_gpu.may_share]
+    ranks = _ranks_on(rank_gpus, shared[0])
     if unwilling:
         why = f"ranks {ranks} share the GPU {shared[0]}, and {SHARING} of ranks {unwilling} forbids it"
         raise refuse(f"{why}: it has to be 1 in the environment of the process before that first uses NCCL")
     os.environ[SHARING] = "1"
     _log.info("ranks %s of group %r share the GPU %s; %s=1 lets NCCL do that", ranks, spec.name, shared[0], SHARING)
-    return ""
 
 
 def _ranks_on(rank_gpus: Sequence[_RankGpu], gpu: str) -> list[int]:
@@ -181,7 +172,8 @@ def _connect(cupy: Any, nccl: Any, device: int, arguments: tuple[Any, ...]) -> A
         cupy.cuda.Device(device).use()
         if arguments[0] > 1:
             first_use()
-        return connected(nccl, *arguments)
+        with RelaxedCapture():
+            return connected(nccl, *arguments)
     except Exception as exc:
         if not isinstance(exc, RuntimeError):  # all errors of cupy are
             threads.failed("making a communicator of NCCL", exc)
@@ -203,4 +195,4 @@ def _await_communicator(making: Future[Any], spec: GroupSpec, rank: int, timeout
 
 def _abort(making: Future[Any]) -> None:
     if making.exception() is None:
-        threads.survives(making.result().abort)
+        threads.survives(partial(free, making.result(), is_quiet=False))

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from raycollect.backends.folds import FOLDS, refusal_reason
-from raycollect.backends.nccl.fold_kernels import complex_product
+from raycollect.backends.folds import FOLDS, product_by_parts, refusal_reason
 from raycollect.core.model import ReduceOp
 
 BYTES = 1  # NCCL's uint8: data is moved as bytes
@@ -78,7 +77,7 @@ def folds(op: ReduceOp, dtype: str) -> bool:
 def combiner(op: ReduceOp, dtype: np.dtype[Any]) -> Callable[..., object]:
     """Returns the function that combines two ranks' elements, if NCCL can't reduce them."""
     if op is ReduceOp.PRODUCT and dtype.kind == "c":
-        return complex_product
+        return product_by_parts
     function: Callable[..., object] = getattr(import_module("cupy"), FOLDS[op].__name__)
     return function
 

@@ -2,8 +2,7 @@
 
 A kernel becomes a `Script`: copies, calls of NCCL, and copies and folds after them, all on one stream. The calls of all
 scripts that run together form one NCCL group, so that the GPU gets one piece of work. A script can be enqueued again as
-long as the arrays of its kernel stay in place; a script without temporary memory may be cached for that, or captured in
-a CUDA graph (`graphs`).
+long as the arrays of its kernel stay in place; a script without temporary memory may be cached for that.
 
 Every rank has to make the same calls. So each choice depends only on values that are equal on all ranks: the kind, the
 op, the dtype and the sizes; never on a rank's memory layout. Arrays with an unsuitable layout are copied.
@@ -27,12 +26,13 @@ from raycollect.core.model import Kernel, OpKind, ReduceOp
 FOLD_NBYTES = 8 << 20  # The bytes of all ranks together that are gathered at a time if cupy folds instead of NCCL
 
 
-def write(kernel: Kernel, communicator: Any, rank: int, world_size: int, version: int, stream: int) -> list[Script]:
+def write(kernel: Kernel, rank: int, world_size: int, version: int) -> list[Script]:
     """Returns the scripts of a kernel, to be enqueued in order; all kernels but folds have one.
 
-    Called with the stream current: memory is allocated on it. All ranks take part, except in a send or a receive.
+    Called with the stream of the group current, on which memory is allocated. All ranks take part, except in a send or
+    a receive.
     """
-    writer = _Writer(communicator, rank, world_size, version, stream)
+    writer = _Writer(rank, world_size, version)
     _KERNELS[kernel.kind](writer, kernel)
     return writer.scripts
 
@@ -40,9 +40,9 @@ def write(kernel: Kernel, communicator: Any, rank: int, world_size: int, version
 class _Writer:
     """Writes the scripts of one kernel, which don't refer to the writer: their memory is freed with them."""
 
-    def __init__(self, communicator: Any, rank: int, world_size: int, version: int, stream: int) -> None:
+    def __init__(self, rank: int, world_size: int, version: int) -> None:
         self._cupy = import_module("cupy")
-        self._builder = ScriptBuilder(communicator, stream)
+        self._builder = ScriptBuilder()
         self.scripts = [self._builder.script]
         self._rank = rank
         self._ranks = range(world_size)

@@ -18,14 +18,14 @@ class Script:
     """The work of one kernel on its stream."""
 
     before: list[Callable[[], object]] = field(default_factory=list)  # copies of sources
-    calls: list[Callable[[], object]] = field(default_factory=list)  # calls of NCCL
+    calls: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)  # calls of NCCL: methods and arguments
     after: list[Callable[[], object]] = field(default_factory=list)  # copies and folds of received data
     workspace: list[Any] = field(default_factory=list)  # memory in use until the end
     is_bare: bool = True  # whether `workspace` is the kernel's arrays only, and enqueueing allocates nothing
 
 
-def enqueue(scripts: Sequence[Script]) -> None:
-    """Enqueues scripts on the current stream: their NCCL calls in one group."""
+def enqueue(scripts: Sequence[Script], communicator: Any, stream: int) -> None:
+    """Enqueues scripts on the current stream, whose pointer is `stream`: their NCCL calls in one group."""
     nccl = import_module("cupy.cuda.nccl")
     for script in scripts:
         for copy in script.before:
@@ -33,8 +33,8 @@ def enqueue(scripts: Sequence[Script]) -> None:
     nccl.groupStart()
     try:
         for script in scripts:
-            for call in script.calls:
-                call()
+            for name, arguments in script.calls:
+                getattr(communicator, name)(*arguments, stream)
     finally:
         nccl.groupEnd()
     for script in scripts:
@@ -45,10 +45,8 @@ def enqueue(scripts: Sequence[Script]) -> None:
 class ScriptBuilder:
     """Fills the script of a kernel; finds or allocates memory with the layout that NCCL needs."""
 
-    def __init__(self, communicator: Any, stream: int) -> None:
+    def __init__(self) -> None:
         self._cupy = import_module("cupy")
-        self._nccl = communicator
-        self._stream = stream
         self.script: Script = Script()
 
     def swap(self, peer: int, give: tuple[int, int], take: tuple[int, int]) -> None:
@@ -128,7 +126,7 @@ class ScriptBuilder:
 
     def call(self, name: str, *arguments: int) -> None:
         """Adds a call of NCCL."""
-        self.script.calls.append(partial(getattr(self._nccl, name), *arguments, self._stream))
+        self.script.calls.append((name, arguments))
 
 
 def assign(target: Any, source: Any) -> None:

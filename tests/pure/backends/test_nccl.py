@@ -1,8 +1,4 @@
-"""What `nccl` computes, on the fake of cupy: the conformance suite's cases on arrays of GPUs.
-
-So do ranks that share a GPU with an old NCCL, and do without it, bit by bit. There each rank stands for a process:
-memory of others is reached where it was opened, and nowhere else.
-"""
+"""What `nccl` computes, on the fake of cupy: the conformance suite's cases on arrays of GPUs."""
 
 from __future__ import annotations
 
@@ -14,9 +10,9 @@ import pytest
 
 from raycollect.backends.nccl import ops
 from raycollect.backends.nccl import run as _nccl_run
-from raycollect.backends.nccl.fold_kernels import AT_ONCE
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
+from tests.gpu.again import body_again
 from tests.pure.conformance import (
     CASE_RULES,
     DTYPES,
@@ -25,7 +21,6 @@ from tests.pure.conformance import (
     SPREADS,
     WORLDS,
     Case,
-    allowed,
     run_launch,
 )
 from tests.pure.covering import pairwise
@@ -35,12 +30,13 @@ from tests.pure.on_gpu import (
     STREAMS,
     Caller,
     GpuCase,
+    GpuTeam,
     check,
+    gpus,
     pending,
     read_elsewhere,
     team_on_gpus,
 )
-from tests.pure.on_one_gpu import sharing
 from tests.support.values import replace
 
 PARAMETERS = {
@@ -86,12 +82,6 @@ def test_an_average_of_8_bit_floats_of_one_rank(kind: OpKind, dtype: str) -> Non
 )
 def test_every_two_values_meet(world: int, seed: int) -> None:
     with team_on_gpus(world, seed=seed) as (_, team):
-        check(team, [case_of(chosen) for chosen in SELECTED if chosen["world"] == world])
-
-
-@pytest.mark.parametrize("world", [2, 3, 5, pytest.param(8, marks=pytest.mark.full)])
-def test_every_two_values_meet_on_a_gpu_that_ranks_share(world: int) -> None:
-    with sharing(world, seed=world) as (_, team):
         check(team, [case_of(chosen) for chosen in SELECTED if chosen["world"] == world])
 
 
@@ -148,61 +138,43 @@ def test_folds_take_no_more_memory_than_they_may(monkeypatch: pytest.MonkeyPatch
         team.must(body, [team.launch() for _ in kinds])
 
 
-# ------------------------------------------------------------------------------- on a GPU that ranks share
+# ------------------------------------------------------------------------------- kernels that come again
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
-def test_every_reduction_of_every_dtype_is_the_left_fold(seed: int) -> None:
-    """Also where NCCL has another order, or nothing."""
-    turns, cases = cycle(product(LAYOUTS, LIBRARIES, (False, True))), []
-    for (op, dtype), kind in zip(product(ReduceOp, DTYPES), cycle(REDUCTIONS)):
-        if allowed(op, dtype):
-            how, library, inplace = next(turns)
-            case = Case(
-                kind=kind, dtype=dtype, op=op, size=1023, layout=how, inplace=inplace, spread="uneven", seed=seed
-            )
-            cases.append(GpuCase(case=case, library="cupy" if how == "reversed" else library))
-    with sharing(3, seed=seed) as (_, team):
-        check(team, cases)
-
-
+@pytest.mark.parametrize("how", ["plain", "every other"])
 @pytest.mark.parametrize(
-    "dtype",
-    ["float16", "bfloat16", "complex64"]
-    + [pytest.param(dtype, marks=pytest.mark.full) for dtype in ("float8_e4m3fn", "int8", "bool")],
+    ("kind", "inplace"), [found for found in product(KINDS, (False, True)) if found != (OpKind.SEND, True)]
 )
-def test_more_ranks_than_one_kernel_takes(dtype: str) -> None:
-    """What is folded so far stays wide in between."""
-    ops = [op for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MAX) if allowed(op, dtype)]
-    with sharing(AT_ONCE + 2) as (_, team):
-        check(team, [GpuCase(case=Case(kind=OpKind.ALLREDUCE, dtype=dtype, op=op, size=700)) for op in ops])
+def test_a_kernel_that_comes_again(kind: OpKind, inplace: bool, how: str) -> None:
+    """With other numbers each time; nothing of it is left when it is gone."""
+    peer = 0 if kind is OpKind.SEND else -1
+    op = ReduceOp.SUM if kind in REDUCTIONS else None
+    case = Case(kind=kind, dtype="int32", size=60, op=op, root=2, peer=peer, inplace=inplace, layout=how)
+    ranks = (0, 2) if kind is OpKind.SEND else (0, 1, 2)
+    with team_on_gpus(3) as (fake, team):
+        before = [fake.allocated(rank) for rank in ranks]
+        launches = [team.launch(ranks) for _ in range(4)]
+        assert team.must(body_again, launches, case, ranks=ranks) == [[""] * 4] * len(ranks)
+        assert [fake.allocated(rank) for rank in ranks] == before
 
 
-def test_a_nan_wins() -> None:
-    """As in the backends for the host, and not as in NCCL."""
-    expected = np.array([np.nan, np.nan, 1.0], np.float32)
+def test_a_kernel_that_comes_again_in_another_group() -> None:
+    """What it keeps of the first one is not used there."""
 
-    def body(communicator: Communicator, launches: list[Launch]) -> list[np.ndarray]:
-        caller, results = Caller(), []
-        for launch, op in zip(launches, (ReduceOp.MIN, ReduceOp.MAX), strict=True):
-            values = np.array([1.0, np.nan, 1.0] if communicator.rank else [np.nan, 1.0, 1.0], np.float32)
-            array = pending(values)
-            communicator.launch(launch, (Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=op),))
-            communicator.end(launch, True)
-            results.append(read_elsewhere(array, caller.other))
-        return results
+    def body(communicator: Communicator, launches: list[Launch]) -> Any:
+        for launch in launches:
+            run_launch(communicator, launch, kernels[communicator.rank])
+        return read_elsewhere(kernels[communicator.rank].dst, Caller().other).tolist()
 
-    with sharing(2) as (_, team):
-        for results in team.must(body, [team.launch(), team.launch()]):
-            for values in results:
-                np.testing.assert_array_equal(values, expected)
+    with gpus(2):
+        teams, kernels = [GpuTeam(2), GpuTeam(2)], [Kernel(kind=OpKind.BARRIER)] * 2
 
+        def make(communicator: Communicator) -> None:
+            array = pending(np.full(3, communicator.rank + 1, np.int32))
+            kernels[communicator.rank] = Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM)
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_ranks_in_one_process_use_its_own_pointers(processes: int) -> None:
-    """A process can't open its own handles; the fake refuses that, as CUDA does."""
-    cases = [GpuCase(case=Case(kind=kind, dtype="int32", size=999)) for kind in (OpKind.ALLGATHER, OpKind.ALLTOALL)]
-    cases.append(GpuCase(case=Case(kind=OpKind.ALLREDUCE, op=ReduceOp.SUM, dtype="int32", size=999)))
-    with sharing(3, processes=processes) as (fake, team):
-        check(team, cases)
-        assert bool(fake.counts["ipcOpenMemHandle"]) == (processes > 1)
+        teams[0].must(make)
+        assert teams[0].must(body, [teams[0].launch()]) == [[3] * 3] * 2
+        teams[0].close()
+        assert teams[1].must(body, [teams[1].launch() for _ in range(2)]) == [[12] * 3] * 2
+        teams[1].close()

@@ -15,7 +15,6 @@ from raycollect.backends import experimental
 from raycollect.backends.experimental import ExperimentalWarning
 from raycollect.backends.nccl import communicator as nccl
 from raycollect.backends.nccl import group as _nccl_group
-from raycollect.backends.nccl.communicator import NcclCommunicator
 from raycollect.backends.nccl.group import SHARING
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator, Joining
@@ -90,7 +89,7 @@ def test_the_option_names_another_device() -> None:
         ({"device": -1}, "there is no device -1"),
         ({"device": "0"}, "there is no device '0'"),
         ({"device": True}, "there is no device True"),
-        ({"device": 0, "high_priority": True}, "takes the options 'device' and 'graphs', and got high_priority"),
+        ({"device": 0, "high_priority": True}, "takes the option 'device', and got high_priority"),
     ],
 )
 def test_options_that_do_not_fit(options: dict[str, Any], reason: str) -> None:
@@ -122,47 +121,34 @@ def test_the_first_use_of_a_gpu_in_a_process_warns(monkeypatch: pytest.MonkeyPat
 # ------------------------------------------------------------------------------- who is with whom
 
 
-def team_on_one(nccl_version: int) -> Any:
-    return gpus(1, nccl_version=nccl_version)
-
-
-def test_ranks_of_which_some_share_a_gpu_are_refused_before_2_30() -> None:
-    with gpus(2, nccl_version=22907) as fake:
+@pytest.mark.parametrize(("devices", "shared"), [(2, "[0, 2]"), (1, "[0, 1, 2]")])
+def test_ranks_that_share_a_gpu_are_refused_before_2_30(devices: int, shared: str) -> None:
+    with gpus(devices, nccl_version=22907) as fake:
         with pytest.raises(BackendUnavailableError) as caught:
             GpuTeam(3)
         assert not fake.counts["nccl.communicators"]
     said = str(caught.value)
-    assert "ranks [0, 2] share the GPU 127.0.0.1/0000:10:00.0" in said
+    assert f"ranks {shared} share the GPU 127.0.0.1/0000:10:00.0" in said
     assert "needs NCCL 2.30, and this is 22907" in said
     assert "Give each member a GPU of its own, or use 'shm' or 'tcp'" in said
     assert SHARING not in os.environ
 
 
-@pytest.mark.parametrize("version", [22907, 23000])
-def test_ranks_that_all_share_a_gpu_do_without_nccl(version: int) -> None:
-    with team_on_one(version) as fake:
-        team = GpuTeam(2)
-        assert not any(type(communicator) is NcclCommunicator for communicator in team.communicators)
-        assert not fake.counts["nccl.communicators"]
-        assert SHARING not in os.environ
-        assert team.must(body_sum, team.launch()) == [[3, 3, 3]] * 2
-        team.close()
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_ranks_share_a_gpu_from_2_30_on(seed: int) -> None:
-    with gpus(2, nccl_version=23000, seed=seed):
-        team = GpuTeam(3)
+@pytest.mark.parametrize(("devices", "world"), [(2, 3), (1, 2)])
+def test_ranks_share_a_gpu_from_2_30_on(devices: int, world: int) -> None:
+    with gpus(devices, nccl_version=23000):
+        team = GpuTeam(world)
         assert os.environ[SHARING] == "1"
-        assert team.must(body_sum, team.launch()) == [[6, 6, 6]] * 3
+        assert team.must(body_sum, team.launch()) == [[sum(range(world + 1))] * 3] * world
         team.close()
 
 
-def test_more_than_two_ranks_on_one_of_several_gpus_are_refused() -> None:
+@pytest.mark.parametrize(("devices", "world", "shared"), [(2, 5, "0, 2, 4"), (1, 3, "0, 1, 2")])
+def test_more_than_two_ranks_on_a_gpu_are_refused(devices: int, world: int, shared: str) -> None:
     """NCCL's documentation says that they hang."""
-    with gpus(2, nccl_version=23000) as fake:
-        with pytest.raises(BackendUnavailableError, match=r"ranks \[0, 2, 4\] share .* allows 2 ranks on a GPU"):
-            GpuTeam(5)
+    with gpus(devices, nccl_version=23000) as fake:
+        with pytest.raises(BackendUnavailableError, match=rf"ranks \[{shared}\] share the GPU .* 2 ranks on a GPU"):
+            GpuTeam(world)
         assert not fake.counts["nccl.communicators"]
 
 

@@ -109,6 +109,32 @@ def test_a_thread_that_calls_for_another_follows_its_mark_and_not_its_own_stream
             assert values.tolist() == [3] * 9
 
 
+# ------------------------------------------------------------------------------- beside a capture
+
+
+def test_another_threads_capture_and_collectives_do_not_disturb_each_other() -> None:
+    """CUDA refuses queries and allocations of other threads, but for those that say that they know."""
+    with team_on_gpus(2) as (fake, team):
+        operands: list[Any] = [None, None]
+
+        def prepare(communicator: Communicator) -> None:
+            operands[communicator.rank] = pending(np.full(9, communicator.rank + 1, np.int16), "every other")
+
+        def body(communicator: Communicator, launch: Launch) -> None:
+            mark = streams.mark(info(operands[communicator.rank]))
+            with streams.after(mark):
+                run_launch(communicator, launch, sums(operands[communicator.rank]))
+
+        team.must(prepare)
+        with fake.capturing():
+            team.must(body, team.launch())
+            with pytest.raises(fake.cupy.cuda.runtime.CUDARuntimeError), ThreadPoolExecutor(1) as others:
+                others.submit(fake.cupy.empty, 3).result(WAIT_S)
+            for communicator in team.communicators:
+                communicator.close()
+        assert [cupy_of(array).get().tolist() for array in operands] == [[3] * 9] * 2
+
+
 # ------------------------------------------------------------------------------- without cupy
 
 

@@ -53,7 +53,7 @@ def test_anything_else_is_refused_by_name(given, where):
 @pytest.mark.parametrize("backend", ["local", "shm"])
 def test_a_backend_that_ignores_the_options_of_others_refuses_those_that_nobody_has(backend):
     create = {"local": local, "shm": shm}[backend].create
-    known = {"deterministic": "rank_order", "device": 0, "graphs": False}
+    known = {"deterministic": "rank_order", "device": 0}
 
     def join(options, name=backend):
         given, _ = pg_options.read(options)
