@@ -54,3 +54,10 @@ def convert(to: Array, array: Array) -> None:
         return
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # the results are infinities and NaN
         np.copyto(to, array, casting="unsafe")
+
+
+def converted(array: Array, dtype: np.dtype[Any]) -> Array:
+    """Returns a copy of another dtype; see `convert`."""
+    result: Array = np.empty(array.shape, dtype)
+    convert(result, array)
+    return result

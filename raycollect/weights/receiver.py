@@ -8,10 +8,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from raycollect.backends.arrays import Array, box_of
-from raycollect.backends.elements import convert
+from raycollect.backends.elements import convert, converted
 from raycollect.core.model import Key
 from raycollect.errors import (
     RaycollectError,
@@ -240,7 +238,7 @@ class Receiver:
     def _elements(self, atom: Atom, array: Array, live: list[Array]) -> Iterator[tuple[Array, Array]]:
         """Yields the parts of an atom: the box of a tensor, and its elements as they are to lie there."""
         for box, element in self._boxes(atom, array, live):
-            yield box, element if box.dtype == element.dtype else _converted(element, box.dtype)
+            yield box, element if box.dtype == element.dtype else converted(element, box.dtype)
 
     def _present(self, wanted: Digests, live: list[Array]) -> dict[Atom, bytes]:
         """Returns the atoms with these digests that are here: as they arrived, or in the tensors, read again."""
@@ -444,9 +442,3 @@ class Receiver:
             if digests.copied(box, element) != digests.digest(element):
                 return b""
         return digest
-
-
-def _converted(array: Array, dtype: np.dtype[Any]) -> Array:
-    result: Array = np.empty(array.shape, dtype)
-    convert(result, array)
-    return result
