@@ -103,7 +103,9 @@ def checks() -> list[Check]:
     sealed = "a Linux that has memfd_create and lets containers call it (seccomp); until then name backend='tcp'"
     namespaces = "one pid namespace, and /proc without hidepid, for all actors of a host; else tensors are copied"
     gpu = "nothing, without a GPU; else install the driver, and give the GPUs to the container (--gpus all)"
-    ray = "ray start --head, or correct RAY_ADDRESS"
+    ray = "correct RAY_ADDRESS, or unset it: a driver needs no running cluster, and starts Ray"
+    if not os.environ.get("RAY_ADDRESS"):
+        ray = "ray stop, if that cluster has ended; or RAY_ADDRESS=local: a driver needs none, and starts Ray"
     must_have_costs = bool(os.environ.get(link_costs.ENVIRONMENT_VARIABLE))  # else no group can be declared
     costs = "raycollect bench --calibrate" + must_have_costs * f", or unset {link_costs.ENVIRONMENT_VARIABLE}"
     reinstall = "pip install --force-reinstall '{}>={}'"

@@ -21,7 +21,10 @@ from raycollect.ray_bridge import direct_transport, ray_actors, ray_session
 
 _RETRY_S = 0.1  # how long to wait before an actor that Ray restarts is asked again, in seconds
 OF_ANOTHER_RAY = "the actors are of a Ray that was shut down"
-_PENDING = "still waiting to be made (`ray status` tells what resources there are)"
+_PENDING = (
+    "still waiting to be made (its process is starting, or `ray status` shows no free CPU for it: an actor with "
+    "num_cpus=0 needs none)"
+)
 _BUSY = "still busy with a method, or being made"
 
 

@@ -114,7 +114,7 @@ class NotATensorError(RefusedError):
 
     cure = (
         "give a numpy array or a torch tensor, or a list, tuple or dict of them; where a ref is given, its method has "
-        "to return that, and must not be marked by_value"
+        "to return that alone, and must not be marked by_value: return a loss beside it from another method"
     )
 
     def _advice(self) -> str:
