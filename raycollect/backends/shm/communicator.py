@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from raycollect.backends.capabilities import refuse_unknown
-from raycollect.backends.kernels import remembered, translated
+from raycollect.backends.kernels import translated
 from raycollect.backends.shm.boxes import ShmBoxes
 from raycollect.backends.shm.coalesced import coalesced
 from raycollect.backends.shm.direct import ALIKE, TOGETHER, InPlaceKernels
@@ -53,7 +53,7 @@ def create(joining: Joining) -> Communicator:
     return ShmCommunicator(spec, rank, segment, joining.segments)
 
 
-_SMALL_NBYTES = 32 << 10
+_SMALL_NBYTES = 32 << 10  # Kernels that run together are all on smaller arrays, or none is
 
 
 class _Parts(NamedTuple):
@@ -147,8 +147,8 @@ class ShmCommunicator:
         # Each listing has room for `TOGETHER` kernels, which run in place with common barriers, or are staged as one.
         meeting, staged, direct, _ = parts
         kind, most = kernels[0].kind, TOGETHER if kernels[0].kind in ALIKE else 1
-        if kind in ALIKE and remembered(kernels, "small", _are_small):
-            most = len(kernels)
+        if kind in ALIKE and len(kernels) > TOGETHER and _nbytes(kernels[0]) < _SMALL_NBYTES:
+            most = len(kernels)  # staged as one: listing them all would take longer
         for start in range(0, len(kernels), most):
             some, until_s = kernels[start : start + most], time.monotonic() + launch.timeout_s
             with translated(kind, self._group_name, self.rank):
@@ -247,11 +247,6 @@ class ShmCommunicator:
 def _is_for_direct(kernel: Kernel) -> bool:
     # In place, a scan would overwrite data that later ranks have yet to read.
     return kernel.kind not in PARTIAL_FOLDS and InPlaceKernels.is_worth(_nbytes(kernel))
-
-
-def _are_small(kernels: Sequence[Kernel]) -> bool:
-    # Whether more than a listing holds are staged as one: listing them all would take longer.
-    return len(kernels) > TOGETHER and sum(map(_nbytes, kernels)) < len(kernels) * _SMALL_NBYTES
 
 
 def _nbytes(kernel: Kernel) -> int:

@@ -8,6 +8,8 @@ from functools import cached_property
 from hashlib import blake2b
 from math import prod
 
+import msgpack
+
 from raycollect.core.codec import Wire
 from raycollect.core.model import TENSOR, Structure, TensorInfo
 from raycollect.errors.text import listed
@@ -48,10 +50,9 @@ class Reshard:
     @cached_property
     def signature(self) -> bytes:
         """A digest of all of it."""
-        digest = blake2b(repr((self.src_ranks, self.dst_ranks, len(self.src))).encode(), digest_size=16)
-        for side in (self.src, self.dst):
-            for name, layout in side:
-                digest.update(name.encode() + b"\0" + layout.signature)
+        names = [[name for name, _ in side] for side in (self.src, self.dst)]
+        digest = blake2b(msgpack.packb((self.src_ranks, self.dst_ranks, names)), digest_size=16)
+        digest.update(b"".join([layout.signature for side in (self.src, self.dst) for _, layout in side]))
         return digest.digest()
 
     @cached_property

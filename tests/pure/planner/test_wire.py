@@ -43,6 +43,15 @@ def test_ranks_survive_the_wire_and_take_little_room(ranks: tuple[int, ...]) -> 
     assert len(data) < 190
 
 
+@pytest.mark.parametrize("tasks", [1, 50_000])
+def test_a_loop_gets_one_program_for_equal_bytes(tasks: int) -> None:
+    """Caches of runs know it by its identity."""
+    program = replace(_typical(), tasks=_typical().tasks * tasks)
+    data = encode_program(program)
+    assert decode_program(data) is decode_program(bytes(bytearray(data)))
+    assert decode_program(data) == program
+
+
 @pytest.mark.parametrize("members", [-1, MOST_RANKS + 1])
 def test_a_number_of_ranks_that_can_not_be_is_refused(members: int) -> None:
     with pytest.raises(ProtocolError):
