@@ -63,7 +63,7 @@ class CollectiveParticipant:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Warns if the instance is no actor, but in one."""
-        if not ray_actors.is_ray_class(cls):
+        if not ray_actors.is_of_ray(cls):
             _warn_of_wrapper(cls)
         new: Any = super().__new__
         return new(cls) if new is object.__new__ else new(cls, *args, **kwargs)

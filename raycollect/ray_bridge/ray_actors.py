@@ -99,6 +99,11 @@ def is_ray_class(cls: type) -> bool:
     return "__ray_actor_class__" in vars(cls)
 
 
+def is_of_ray(cls: type) -> bool:
+    """Whether a class is one that Ray derived, or made of such a one, as the class of an `ActorClass` object is."""
+    return hasattr(cls, "__ray_actor_class__")
+
+
 def declares_count(method: Any) -> bool:
     """Whether a method was declared with a number of returns."""
     return isinstance(getattr(method, "__ray_num_returns__", None), int)

@@ -52,6 +52,7 @@ def test_the_first_call_starts_ray(monkeypatch):
 _STALE = """
 import threading
 import numpy as np, ray
+import raycollect as col
 from raycollect.driver.controller import Controller
 from tests.support.actors import Buffers
 

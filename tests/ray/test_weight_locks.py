@@ -14,6 +14,8 @@ import raycollect as col
 from raycollect import errors
 from tests.ray.weight_actors import SHAPES, Weights, replicas
 
+pytestmark = pytest.mark.usefixtures("cluster")
+
 UPDATES = 100
 
 

@@ -13,6 +13,8 @@ import raycollect as col
 from raycollect import errors
 from tests.ray.weight_actors import SHAPES, Weights, replicas
 
+pytestmark = pytest.mark.usefixtures("cluster")
+
 
 def zeros(dtype="float32"):
     return {name: np.zeros(shape, dtype) for name, shape in SHAPES.items()}
@@ -64,8 +66,10 @@ class Rollout:
         class Model(col.CollectiveParticipant):
             pass
 
+        ray.remote(Model)  # an actor class is no instance
+        before = len(said)
         Model(), Model()
-        return len(said)
+        return before, len(said)
 
 
 @ray.remote(num_cpus=0)
@@ -111,7 +115,7 @@ def test_actors_without_the_mixin_publish_and_subscribe_tensors_of_their_own(nam
     late = Rollout.remote()
     ray.get(late.begin.remote(name))
     assert ray.get(late.update.remote()) == (3, 3, [3.0])
-    assert ray.get(rollouts[0].wrapped.remote()) == 1
+    assert ray.get(rollouts[0].wrapped.remote()) == (0, 1)
 
 
 def test_the_driver_publishes_tensors_of_its_own_to_actors_and_itself(actors, name):

@@ -1,0 +1,116 @@
+"""Locks of actors: held while a version is copied, and given up in time."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import asynccontextmanager, contextmanager, suppress
+from types import SimpleNamespace
+
+import pytest
+
+from raycollect.errors import CollectiveTimeoutError, InvalidArgumentError, UnsupportedError, VersionError
+from raycollect.weights.exclusion import Exclusion
+from tests.support.waiting import wait_until
+
+SHORT_S, LONG_S = 0.05, 30.0
+
+
+@pytest.fixture
+def loop():
+    """An event loop that runs in a thread."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+@pytest.fixture(params=["threading", "a method", "asyncio", "an async method"])
+def locked(request, loop):
+    """A lock of each kind: the actor, what acquires and releases it, and whether it is held."""
+    if "async" not in request.param:
+        lock = threading.Lock()
+
+        @contextmanager
+        def paused():
+            with lock:
+                yield
+
+        held = lock if request.param == "threading" else paused
+        return SimpleNamespace(lock=held), lock.acquire, lock.release, lock.locked
+    lock = asyncio.Lock()
+
+    @asynccontextmanager
+    async def paused_async():
+        async with lock:
+            yield
+
+    def acquire():
+        asyncio.run_coroutine_threadsafe(lock.acquire(), loop).result()
+
+    held = lock if request.param == "asyncio" else paused_async
+    return SimpleNamespace(lock=held), acquire, lambda: loop.call_soon_threadsafe(lock.release), lock.locked
+
+
+def test_the_lock_is_held_for_as_long_as_the_call_lasts(locked, loop):
+    actor, _, _, is_held = locked
+    exclusion = Exclusion("publish", 0, actor, "lock", loop=loop)
+    assert exclusion.run(is_held, LONG_S)
+    assert not is_held()
+    with pytest.raises(ZeroDivisionError):
+        exclusion.run(lambda: 1 / 0, LONG_S)
+    assert not is_held()
+
+
+def test_a_call_that_waits_too_long_is_never_made(locked, loop):
+    actor, acquire, release, is_held = locked
+    exclusion, made = Exclusion("publish", 0, actor, "lock", loop=loop), []
+    acquire()
+    with pytest.raises(CollectiveTimeoutError):
+        exclusion.run(lambda: made.append(1), SHORT_S)
+    release()
+    assert wait_until(lambda: not is_held(), LONG_S)
+    exclusion.run(lambda: made.append(2), LONG_S)
+    assert made == [2]
+
+
+def test_exceptions_of_a_lock_are_typed_and_those_of_the_call_are_not_lost():
+    @contextmanager
+    def broken():
+        raise OSError
+        yield
+
+    @contextmanager
+    def breaks():
+        yield
+        raise OSError
+
+    for lock in (broken, breaks):
+        with pytest.raises(VersionError) as raised:
+            Exclusion("publish", 0, None, lock).run(int, LONG_S)
+        assert isinstance(raised.value.__cause__, OSError)
+    with pytest.raises(ZeroDivisionError):
+        Exclusion("publish", 0, None, suppress(ZeroDivisionError)).run(lambda: 1 / 0, LONG_S)
+
+
+def test_what_can_not_be_a_lock_is_refused(loop):
+    async def coroutine():
+        """No context manager."""
+
+    for lock in ("none", 3):
+        with pytest.raises(InvalidArgumentError):
+            Exclusion("publish", 0, SimpleNamespace(), lock)
+    for lock in (coroutine, int):
+        with pytest.raises(InvalidArgumentError):
+            Exclusion("publish", 0, None, lock).run(int, LONG_S)
+    with pytest.raises(UnsupportedError):
+        Exclusion("publish", 0, None, asyncio.Lock()).run(int, LONG_S)
+
+    async def in_the_loop():
+        Exclusion("publish", 0, None, asyncio.Lock(), loop=loop).run(int, LONG_S)
+
+    with pytest.raises(UnsupportedError):
+        asyncio.run_coroutine_threadsafe(in_the_loop(), loop).result()
