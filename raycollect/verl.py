@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from raycollect.core import threads
 from raycollect.core.model import TensorInfo
-from raycollect.errors import UnknownGroupError, VersionNotWholeError
+from raycollect.errors import RaycollectError, UnknownGroupError, VersionNotWholeError
 from raycollect.member import init, objects, operations
 from raycollect.pos.tensors import allocate
 from raycollect.ray_bridge import ray_actors
@@ -209,6 +209,10 @@ class CheckpointEngine(base.CheckpointEngine):  # type: ignore[misc]
                 async for meta, chunk in base.split_weight_chunks(weights, self.bucket_size):
                     await sender.add(meta, chunk)
                 await sender.flush(is_last=True)
+            except Exception as exc:
+                if not isinstance(exc, RaycollectError):  # the source's: the group works, and the workers wait
+                    await sender.refuse(exc)
+                raise
             finally:
                 await sender.wait()
             version = Version(0, global_steps or 0, publisher=self._actor, nbytes=sender.nbytes)
@@ -270,6 +274,9 @@ class CheckpointEngine(base.CheckpointEngine):  # type: ignore[misc]
 
     def _receive(self, group_name: str) -> _Bucket:
         header = objects.broadcast_object(None, _SENDER, group_name)
+        if "refusal" in header:
+            detail = f"the trainer's weights have ended early: {header['refusal']}"
+            raise VersionNotWholeError(name=group_name, rank=_SENDER, detail=detail)
         message = torch.empty(header["nbytes"], dtype=torch.uint8)
         self.broadcast(message, group_name)
         digest = digests.digest(message.numpy())
@@ -321,7 +328,7 @@ class _Sender:
         self._buffers = buffers
         self._metas: list[Any] = []
         self._end = 0
-        self._under_way: asyncio.Future[None] | None = None
+        self._under_way: asyncio.Future[Any] | None = None
         self._began_s = time.perf_counter()
         self.digests: dict[Atom, bytes] = {}
         self.nbytes = 0
@@ -357,6 +364,12 @@ class _Sender:
         self.digests[_atom(len(self.digests), message)] = digest
         self.nbytes += self._end
         self._metas, self._end = [], 0
+
+    async def refuse(self, exc: Exception) -> None:
+        """Tells the workers that no more buckets follow, and why."""
+        await self.wait()
+        header = {"refusal": f"{type(exc).__name__}: {exc}"}
+        self._under_way = _in_helper(objects.broadcast_object, header, _SENDER, self._group_name)
 
     async def wait(self) -> None:
         """Waits for the broadcast under way."""

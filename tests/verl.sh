@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs what verl's checkpoint engines need on a CPU into an environment of its own (1.5 GB, of which torch takes half;
-# about a minute), and runs the tests of raycollect.verl in it. Where the packages can't be had, as on Python 3.13, it
-# says so and ends well. torch has to be that for CPUs: tests/vllm.sh says how.
+# 1 to 5 minutes), and runs the tests of raycollect.verl in it, in less than a minute. Where the packages can't be had,
+# as on Python 3.13, it says so and ends well. torch has to be that for CPUs: tests/vllm.sh says how.
 #
 #   bash tests/verl.sh [ARGS OF PYTEST]
 set -euo pipefail
