@@ -1,11 +1,9 @@
-"""A fault in each thread that there is with Ray only; `tests/pure/test_thread_faults.py` has all others."""
+"""A fault in the thread that there is with Ray only; `tests/pure/test_thread_faults.py` has all others."""
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
-import numpy as np
 import pytest
 import ray
 
@@ -18,8 +16,6 @@ from tests.support.actors import Buffers
 @ray.remote
 class Async(Buffers):
     """Its methods may overlap, so that plans run in a thread of their own."""
-
-    lock = threading.Lock()
 
     async def rest(self) -> None:
         """Makes it so."""
@@ -40,19 +36,3 @@ def test_unexpected_failure_to_fetch_for_a_coroutine_is_raised_and_the_next_call
         ray.get(worker.total.remote(ref))
     assert ray.get(worker.__ray_call__.remote(thread_faults.end_failing)).startswith(thread)
     assert ray.get(worker.total.remote(ref)) == 10
-
-
-def test_unexpected_failure_of_an_update_is_raised_and_the_next_update_works(actors: Any) -> None:
-    (engine,), tensors = actors(Async, 1), np.ones(4)
-    ref, thread = engine.get_buffer.remote(), "raycollect-weights"
-    with col.publish(tensors, "faulty") as pub, col.subscribe("faulty", [ref], lock="lock") as sub:
-        pub.put()
-        ray.get(
-            engine.__ray_call__.remote(
-                thread_faults.put_failing, "raycollect.weights.receiver:Receiver", "stage", thread
-            )
-        )
-        with pytest.raises(InternalError):
-            sub.update()
-        assert ray.get(engine.__ray_call__.remote(thread_faults.end_failing)).startswith(thread)
-        assert sub.update().version.number == 1
