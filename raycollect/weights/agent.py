@@ -86,7 +86,16 @@ def one_at_a_time(actor: Any, function: Callable[..., Any], *args: Any) -> Futur
     agents = this_runtime().part(_Agents, _Agents)
     with suppress(RuntimeError):  # a threaded actor has no loop
         agents.loop = asyncio.get_running_loop()
-    return threads.submit(agents.thread, function, actor, *args)
+    return threads.submit(agents.thread, _called, function, actor, *args)
+
+
+def _called(function: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return function(*args)
+    except (RaycollectError, MemoryError):
+        raise
+    except Exception as exc:
+        raise threads.failed("a call for weights", exc) from exc
 
 
 def check_side(
