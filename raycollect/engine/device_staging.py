@@ -106,12 +106,12 @@ class StagingBuffers:
         if side is None or not home:
             return side
         if type(side) is not tuple:
-            return self._of(side, home)
+            return self.of(side, home)
         if all(is_home(array, home) for array in side):
             return side
         cached = self._sides.get((id(side), home))
         if cached is None:
-            cached = self._sides[id(side), home] = side, tuple([self._of(array, home) for array in side])
+            cached = self._sides[id(side), home] = side, tuple([self.of(array, home) for array in side])
         return cached[1]
 
     def staging_copies(self, sides: Sequence[tuple[Any, Any]]) -> StagingCopies | None:
@@ -122,7 +122,8 @@ class StagingBuffers:
         unloads = [(self._real[id(array)], array) for array in writes if id(array) in self._real]
         return StagingCopies(loads, unloads, len(unloads) == len(writes)) if loads or unloads else None
 
-    def _of(self, array: Any, home: str) -> Any:
+    def of(self, array: Any, home: str) -> Any:
+        """The staging buffer of an array on a device; the array itself if it is there. Raises MemoryError."""
         if is_home(array, home):
             return array
         device = array.device if type(array) is DeviceArray else CPU

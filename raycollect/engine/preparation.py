@@ -274,11 +274,11 @@ class Preparation:
         if not any(map(_may_be_elsewhere, self.tasks)):
             return
         domains = {share.domain for share in self.program.shares if share.domain.memory}
-        if not domains:
-            return
         staging_buffers = StagingBuffers({domain: self._home_of(domain) for domain in domains})
         for operands in self.tasks:
             share = operands.share
+            if isinstance(operands, ReshardBuffers):
+                operands.stage(staging_buffers)
             for step in (step for way in share.template.ways for step in way):
                 domain = share.domain
                 if isinstance(step.kind, OpKind) and domain.rank in (step.ranks or domain.ranks):

@@ -12,6 +12,7 @@ from raycollect.backends import arrays
 from raycollect.backends.arrays import Array, DeviceArray, box_of
 from raycollect.backends.elements import convert
 from raycollect.core.boxes import BoxExchange, table_nbytes
+from raycollect.engine.device_staging import CPU, StagingBuffers, StagingCopies
 from raycollect.engine.fusion_buffer import FusionBuffer
 from raycollect.engine.operands import Bound, TaskBuffers
 from raycollect.engine.packed_boxes import PackedBoxes, unfold
@@ -25,6 +26,11 @@ class ReshardBuffers(TaskBuffers):
     """`TaskBuffers` whose operands are checked against the layouts, not against the other ranks."""
 
     _takes_dtensors = True
+
+    @cached_property
+    def _staged(self) -> dict[int, tuple[Array, ...]]:
+        """By buffer, the arrays of which some are staging buffers; without buffers that are not staged."""
+        return {}
 
     @cached_property
     def _half(self) -> Half:
@@ -49,9 +55,9 @@ class ReshardBuffers(TaskBuffers):
             self._make_like(index, like)
             return
         given = self.buffers[self._template.src] if self._template.src >= 0 else None
-        library = arrays.library(given.container.tensors[0]) if given and given.container.tensors else "numpy"
-        structure, infos = made_of(self._half.dst, library)
-        self._allocate(index, structure, infos)
+        first = arrays.describe(given.container.tensors[0]) if given and given.container.tensors else None
+        structure, infos = made_of(self._half.dst, first.library if first else "numpy")
+        self._allocate(index, structure, [info.beside(first) for info in infos] if first else infos)
 
     def _make_like(self, index: int, like: int) -> None:
         held = self.buffers[like]
@@ -61,7 +67,7 @@ class ReshardBuffers(TaskBuffers):
         output = self.buffers[index]
         if output is not None:
             for to, array, is_whole in zip(output.arrays, held.arrays, self._are_whole(held), strict=True):
-                if not is_whole:  # elements in no region keep their values
+                if not is_whole and type(to) is not DeviceArray:  # elements in no region keep their values
                     convert(to, array)
 
     def _are_whole(self, bound: Bound) -> list[bool]:
@@ -76,6 +82,26 @@ class ReshardBuffers(TaskBuffers):
         like = self._template.buffers[dst].source if dst >= 0 else -1
         held = self.buffers[like] if like >= 0 else None
         return (read | {like}, written) if held is not None and not all(self._are_whole(held)) else (read, written)
+
+    def stage(self, buffers: StagingBuffers) -> None:
+        """Makes staging buffers in host memory for tensors on devices; raises MemoryError."""
+        for index in {self._template.src, self._template.dst} - {-1}:
+            if (bound := self.buffers[index]) is not None:
+                self._staged[index] = tuple([buffers.of(array, CPU) for array in bound.arrays])
+
+    def staging_copies(self, buffers: StagingBuffers) -> StagingCopies | None:
+        """The copies around its kernels; None if all its tensors are in host memory."""
+        src, dst = self._template.src, self._template.dst
+        copies = buffers.staging_copies([(self._staged.get(src), self._staged.get(dst))])
+        bound = self.buffers[dst] if dst >= 0 else None
+        if copies is None or bound is None:
+            return copies
+        like = self._template.buffers[dst].source
+        before = self.buffers[like if like >= 0 else dst]
+        assert before is not None  # all have agreed
+        rows = zip(self._staged[dst], bound.arrays, before.arrays, self._are_whole(bound), strict=True)
+        rest = [(staged, old) for staged, array, old, is_whole in rows if staged is not array and not is_whole]
+        return copies._replace(loads=[*copies.loads, *rest])  # elements in no region keep their values
 
     def copies(self) -> tuple[tuple[Array, Array], ...]:
         """The copies inside this rank: (to, from)."""
@@ -116,9 +142,6 @@ class ReshardBuffers(TaskBuffers):
         bound = super()._bound(index, container)
         if bound is None:
             return None
-        if any(type(array) is DeviceArray for array in bound.arrays):
-            self.violate("unsupported", "device", "that of a GPU", "tensors in host memory", index)
-            return None
         infos = tuple(map(arrays.describe, container.tensors))
         faults = faults_of(container.structure, infos, self._half.dst if is_dst else self._half.src)
         faults += [] if faults else self._gaps(bound, is_dst=is_dst)
@@ -131,6 +154,8 @@ class ReshardBuffers(TaskBuffers):
         tensors = self._half.dst if is_dst else self._half.src
         for place, tensor in zip(places_of(bound.container.structure, tensors), tensors, strict=True):
             array = bound.arrays[place]
+            if type(array) is DeviceArray:  # its staging buffer has no gaps
+                continue
             if tensor.axes and array.size and not np.may_share_memory(unfold(array, tensor.axes), array):
                 actual = f"with gaps, {array.strides} bytes apart"
                 yield (
@@ -164,4 +189,5 @@ class ReshardBuffers(TaskBuffers):
         bound = self.buffers[index]
         assert bound is not None  # all have agreed
         places = places_of(bound.container.structure, tensors)
-        return [unfold(bound.arrays[place], tensor.axes) for place, tensor in zip(places, tensors, strict=True)]
+        held = self._staged.get(index, bound.arrays)
+        return [unfold(held[place], tensor.axes) for place, tensor in zip(places, tensors, strict=True)]

@@ -125,14 +125,22 @@ class Scheduler:
 
     def _boxes(self, operands: ReshardBuffers, launch: _Launch) -> Iterator[PreparedStep]:
         copies = operands.copies()
-        if copies:
+        staged = None if self.staging_buffers is None else operands.staging_copies(self.staging_buffers)
+        if copies and staged is None:
             yield Copies(copies)
         packed, exchange = operands.rounds(launch[2], self.block or NO_BUFFER)
+        kernels = None
         if packed:
-            kernels = tuple([boxes.kernel for boxes in packed])
-            yield ReshardKernels(
-                *launch, kernels, tuple([Packed(*launch, (boxes.kernel,), boxes) for boxes in packed]), exchange
+            kernels = ReshardKernels(
+                *launch,
+                tuple([boxes.kernel for boxes in packed]),
+                tuple([Packed(*launch, (boxes.kernel,), boxes) for boxes in packed]),
+                exchange,
             )
+        if staged is not None:
+            yield StagedStep(kernels, staged._replace(loads=[*staged.loads, *copies]))
+        elif kernels is not None:
+            yield kernels
 
     def _packed(
         self, kind: OpKind, step: TemplateStep, items: Sequence[Item], launch: _Launch, rank: int

@@ -109,7 +109,9 @@ class Sizes:
         if buffer.role is Role.LEARNED:
             return self._learned(number, rank, of_all=buffer.scratch)
         if buffer.role is Role.LAID:
-            return made_of(decode_half(template.boxes).dst)[1]
+            infos = made_of(decode_half(template.boxes).dst)[1]
+            like = self._buffer(number, rank, buffer.source) if buffer.source >= 0 else self.gives(number, rank)
+            return tuple(info.beside(like[0]) for info in infos) if like else infos
         held = self._buffer(number, rank, buffer.source)
         return held if buffer.role is Role.LIKE else _piece(part, held, rank)
 

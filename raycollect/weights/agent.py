@@ -108,6 +108,11 @@ def check_side(
     is_written = op == "subscribe"
     _, exclusion = _member(actor, op, rank, lock, is_inplace=is_inplace)
     side = LocalSide(op, _held_to_be_written(key) if is_written else _held(key), layouts, rank, is_written=is_written)
+    if is_inplace and side.is_staged:
+        actual, expected = "True, with tensors on a GPU", "False: versions are verified in host memory"
+        raise refusal(
+            op, "", (Violation(kind="unsupported", rank=rank, field="inplace", found=actual, expected=expected),)
+        )
     spans = [span for span in side.ranges() if span[0] < span[1]] if is_written else []
     return spans, exclusion.is_needed
 

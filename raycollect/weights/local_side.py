@@ -1,26 +1,35 @@
-"""One rank's tensors of a publication or of a subscription, by its layouts."""
+"""One rank's tensors of a publication or of a subscription, by its layouts.
+
+Tensors on devices are staged: versions are sealed, verified and served in host memory. A publisher copies a tensor
+there when it seals it. A receiver keeps a copy of each, which it reads before it compares, and writes back.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+from msgspec.structs import replace
 
 from raycollect.backends import arrays
 from raycollect.backends.arrays import Array, DeviceArray, box_of
-from raycollect.backends.elements import name_of
+from raycollect.backends.elements import name_of, native
 from raycollect.core.model import TensorInfo
+from raycollect.engine.device_staging import CPU, Patience, transfer
 from raycollect.engine.packed_boxes import unfold
 from raycollect.errors import Violation, refusal, wrong_layout
 from raycollect.planner.reshard.request import faults_of, local_tensors, places_of
-from raycollect.pos import Container, Range
+from raycollect.pos import Container, Range, Store
 from raycollect.pos.tensors import allocate
 from raycollect.weights.atoms import AtomPart, Layouts
 from raycollect.weights.modules import ModuleTensors
 from raycollect.weights.protocol import Atom
 
 _LINE_NBYTES = 64
+
+_DEVICE_S = 60.0
+"""How long to wait for the work on a device before a copy, in seconds."""
 
 
 class LocalSide:
@@ -34,7 +43,6 @@ class LocalSide:
 
     Raises:
         LayoutError: The tensors don't fit the layouts.
-        UnsupportedError: A tensor is on a GPU.
         ReadOnlyError: A tensor that is written is read-only.
         AliasError: Tensors that are written overlap.
     """
@@ -48,11 +56,13 @@ class LocalSide:
         self._container = container
         self._modules: ModuleTensors | None = None
         self._ranges: list[Range] | None = None
+        self._copies: dict[int, Array] = {}  # of tensors on devices that are written, by tensor
         infos = tuple(map(arrays.describe, container.tensors))
         faults = faults_of(container.structure, infos, self._tensors)
         violations = [wrong_layout(*fault, rank) for fault in faults]
         if not faults:
             self._places = places_of(container.structure, self._tensors)
+            self._devices = [infos[place].device for place in self._places]
             violations += self._unfit()
         if violations:
             raise refusal(op, "", tuple(violations))
@@ -72,13 +82,13 @@ class LocalSide:
         violations, is_written = [], self._is_written
         for tensor, array in zip(self._tensors, self._arrays(), strict=True):
             where = f"tensor {tensor.key!r}"
-            if isinstance(array, DeviceArray):
-                violations.append(Violation(kind="unsupported", rank=self.rank, field=where, found="on a GPU"))
-            elif is_written and not array.flags.writeable:
+            if is_written and not arrays.is_writeable(array):
                 violations.append(Violation(kind="read_only", rank=self.rank, field=where, found="read-only"))
             elif is_written and arrays.overlaps_itself(array):
                 what, expected = "overlapping itself (broadcast strides)", "one element per address"
                 violations.append(Violation(kind="alias", rank=self.rank, field=where, found=what, expected=expected))
+            elif type(array) is DeviceArray:  # its copy in host memory has no gaps
+                continue
             elif tensor.axes and array.size and not np.may_share_memory(unfold(array, tensor.axes), array):
                 violations.append(
                     wrong_layout(where, "with gaps", "without gaps, as its layout folds dimensions", self.rank)
@@ -128,14 +138,63 @@ class LocalSide:
         self._ranges = None
         others = [
             wrong_layout(
-                f"tensor {tensor.key!r}", str(info), f"{tensor.dtype}{list(tensor.shape)} on cpu, as before", self.rank
+                f"tensor {tensor.key!r}",
+                str(info),
+                f"{tensor.dtype}{list(tensor.shape)} on {device}, as before",
+                self.rank,
             )
-            for info, tensor in zip(map(arrays.info, held), self._tensors, strict=True)
-            if (info.shape, info.dtype, info.device) != (tensor.shape, tensor.dtype, "cpu")
+            for info, tensor, device in zip(map(arrays.info, held), self._tensors, self._devices, strict=True)
+            if (info.shape, info.dtype, info.device) != (tensor.shape, tensor.dtype, device)
         ]
         if others:
             raise refusal(self._op, "", tuple(others))
-        return [unfold(array, tensor.axes) for array, tensor in zip(held, self._tensors, strict=True)]
+        return [
+            unfold(array, tensor.axes) if type(array) is not DeviceArray else self._staged(at, array)
+            for at, (array, tensor) in enumerate(zip(held, self._tensors, strict=True))
+        ]
+
+    def _staged(self, at: int, array: DeviceArray) -> Any:
+        """Returns the copy of a tensor on a device; of a publisher the tensor itself, see `on_host`."""
+        if not self._is_written:
+            return array
+        if at not in self._copies:
+            self._copies[at] = allocate(replace(arrays.info(array), device=CPU))
+        return unfold(self._copies[at], self._tensors[at].axes)
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether any tensor is on a device."""
+        return any(device != CPU for device in self._devices)
+
+    def read(self, live: list[Array]) -> list[Array]:
+        """Reads the tensors on devices into their copies in `live`, and returns it."""
+        for at, copy in self._copies.items():
+            _transfer(copy, arrays.memory(self._container.tensors[self._places[at]]))
+        return live
+
+    def wrote(self, store: Store, names: Iterable[str]) -> None:
+        """Writes back copies after others of `live` were written, and raises the version counters.
+
+        `names` are those of the written global tensors. What a failure may have half-written is dirty.
+        """
+        written = sorted({self._at[name] for name in names})
+        staged, owners = [at for at in written if at in self._copies], self.owners()
+        try:
+            for at in staged:
+                _transfer(arrays.memory(owners[at]), self._copies[at])
+        except BaseException:
+            store.mark_dirty([self.ranges()[at] for at in staged], [arrays.owner(owners[at]) for at in staged])
+            raise
+        finally:
+            self._raise_versions(written)
+
+    def on_host(self, at: int, array: Array | DeviceArray) -> Array:
+        """Returns a tensor of `live`, or a copy in host memory of one on a device."""
+        if type(array) is not DeviceArray:
+            return cast("Array", array)
+        copy: Array = np.empty(array.shape, native(array.dtype))
+        _transfer(copy, array)
+        return unfold(copy, self._tensors[at].axes)
 
     def ranges(self) -> list[Range]:
         """Returns the memory ranges of the tensors, as of the last `live`."""
@@ -143,18 +202,21 @@ class LocalSide:
             self._ranges = list(map(arrays.byte_range, self._arrays()))
         return self._ranges
 
+    def memory(self) -> list[Range]:
+        """Returns the ranges, and those of the copies of tensors on devices."""
+        return [*self.ranges(), *map(arrays.byte_range, self._copies.values())] if self._copies else self.ranges()
+
     def owners(self) -> list[Any]:
         """Returns the tensors as objects of the actor."""
         return [self._container.tensors[place] for place in self._places]
 
-    def raise_versions(self, names: Iterable[str] | None = None) -> None:
-        """Raises torch's version counters of written tensors, so that a backward pass over their old values fails.
+    def raise_versions(self) -> None:
+        """Raises torch's version counters of all tensors, so that a backward pass over their old values fails."""
+        self._raise_versions(range(self.count))
 
-        `names` are those of global tensors; None stands for all.
-        """
+    def _raise_versions(self, written: Iterable[int]) -> None:
         owners = self.owners()
-        written = owners if names is None else [owners[at] for at in sorted({self._at[name] for name in names})]
-        counted = [tensor for tensor in written if arrays.has_version(tensor)]
+        counted = [tensor for at in written if arrays.has_version(tensor := owners[at])]
         if counted:
             arrays.raise_versions(counted)
 
@@ -187,21 +249,21 @@ class LocalSide:
         """Returns why a name is not that of a local tensor; empty if it is."""
         return "" if key in self._keys else "no name of a tensor here"
 
-    def replace(self, held: list[Array], key: object, tensor: object) -> str:
+    def replace(self, held: list[Any], key: object, tensor: object) -> str:
         """Replaces a local tensor by another one; returns why that can't be done, empty if it was done."""
         if fault := self.fault_of(key):
             return fault
         at = self._keys[str(key)]
         given, mine = arrays.view(tensor), self._arrays()[at]
-        if given is None or isinstance(given, DeviceArray):
-            return "no tensor in host memory"
+        if given is None:
+            return "no tensor"
         if (given.shape, given.dtype) != (mine.shape, mine.dtype):
             actual = f"{name_of(given.dtype)}{list(given.shape)}"
             return f"{actual}, where {name_of(mine.dtype)}{list(mine.shape)} is published"
-        held[at] = unfold(given, self._tensors[at].axes)
+        held[at] = given if isinstance(given, DeviceArray) else unfold(given, self._tensors[at].axes)
         return ""
 
-    def box(self, held: list[Array], place: AtomPart) -> Array:
+    def box(self, held: list[Array] | Mapping[int, Array], place: AtomPart) -> Array:
         """Returns the box of a local tensor that an atom part covers."""
         array = held[self._at[place.name]]
         return array if array.shape == place.size else box_of(array, place.at, place.size)
@@ -214,3 +276,7 @@ class LocalSide:
             atom: self.box(held, some[0]) for atom, some in parts.items() if len(some) == 1 and some[0].box == atom[1]
         }
         return {atom: box for atom, box in boxes.items() if box.dtype == np.dtype(dtypes[atom[0]])}
+
+
+def _transfer(target: Array | DeviceArray, source: Array | DeviceArray) -> None:
+    transfer(target, source, Patience(lambda: None, _DEVICE_S))

@@ -62,7 +62,7 @@ def publish(
 
     Args:
         refs: One ref per rank, in the order of the layouts' ranks. Each stands for a tensor, or for a dict of tensors
-            by name, in host memory. Or a tensor of this process, or a dict of them by name; this process is the only
+            by name. Or a tensor of this process, or a dict of them by name; this process is the only
             rank. The tensors are only read.
         name: The name, unique in the cluster.
         layout: The layout of the tensor; with dicts, of each tensor by name or pattern, as `src` of `reshard_refs`.
@@ -76,7 +76,7 @@ def publish(
 
     Raises:
         LayoutError: The tensors do not fit the layouts, or no rank has some of their elements.
-        UnsupportedError: A tensor is on a GPU, or methods of an actor overlap and there is no lock.
+        UnsupportedError: Methods of an actor overlap and there is no lock.
         RefusedError: As `reshard_refs`.
         PublicationExistsError: Another living process publishes under this name.
         PublisherReplacedError: Another publisher has taken the name meanwhile.

@@ -111,7 +111,7 @@ class Receiver:
             TensorReplacedError, LayoutError: The tensors were replaced by others.
         """
         began_s = time.monotonic()
-        self._staged = live = self._live()  # refuses replaced tensors before any rank shows the version
+        self._staged = live = self._side.read(self._live())  # refuses replaced tensors before any rank shows it
         self._know(tuple(version.digests))
         self.release()
         self._lends = lends
@@ -172,7 +172,7 @@ class Receiver:
         Raises:
             CollectiveTimeoutError: The time limit has passed, and others still read the tensors.
         """
-        live = self._staged if is_fresh else self._live()
+        live = self._staged if is_fresh else self._side.read(self._live())
         if self.inplace and self.state.staged == version:
             present = {**self.state.landed, **self._lying(version, live)}
             self.state = protocol.stage_in_place(self.state, version, self.state.wanted, present)
@@ -219,12 +219,12 @@ class Receiver:
             if differs:
                 differing.append(atom)
         if differing:
-            with self._here.store.writing(self._side.ranges(), limit_s=limit_s):
+            with self._here.store.writing(self._side.memory(), limit_s=limit_s):
                 self._served.withdraw(self._here.store)
                 for atom in differing:
                     for box, element in self._boxes(atom, self._next[atom], live):
                         convert(box, element)
-            self._side.raise_versions({name for name, _ in differing})
+                self._side.wrote(self._here.store, {name for name, _ in differing})
 
     def _boxes(self, atom: Atom, array: Array, live: list[Array]) -> Iterator[tuple[Array, Array]]:
         """Yields the parts of an atom: the box of a tensor, and its elements as they were put."""

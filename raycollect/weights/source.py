@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from raycollect.backends.arrays import Array, byte_range
+from raycollect.backends.arrays import Array, DeviceArray, byte_range
 from raycollect.backends.elements import TORCH_DTYPES, native
 from raycollect.core import threads
 from raycollect.core.model import TENSOR, Key, Structure
@@ -229,6 +229,8 @@ class Source:
                 raise refusal("put", "", (dirty,))
             items = list(of_tensor.items())
             count = min(_THREADS, 1 + self.nbytes(wanted) // _THREAD_NBYTES)
+            if any(isinstance(live[at], DeviceArray) for at in of_tensor):
+                count = 1  # copies from a device follow the work that this thread has enqueued
             with threads.pool("raycollect-copy", count) as workers:  # copies and digests hold no GIL
                 others = [
                     threads.submit(workers, self._copy_tensors, filling, items[at::count], live)
@@ -247,8 +249,10 @@ class Source:
         """Copies atoms, by tensor, unless the version before has the same bits of the tensor."""
         before, sealed = filling.before, dict[Atom, bytes]()
         for at, some in tensors:
-            boxes = [(atom, part, self._side.box(live, part)) for atom in some for part in filling.places[atom]]
-            dtype = native(live[at].dtype)
+            array = self._side.on_host(at, live[at])
+            held = {at: array}
+            boxes = [(atom, part, self._side.box(held, part)) for atom in some for part in filling.places[atom]]
+            dtype = native(array.dtype)
             is_converted = self._dtype not in (None, dtype) and dtype.name in CONVERTED
             if is_converted and self._dtype is not None:
                 dtype = self._dtype
@@ -260,7 +264,7 @@ class Source:
                 sealed |= {atom: before.sealed[atom] for atom in some}
                 continue
             spare = self._spare.setdefault(at, [])
-            filling.slot.arrays[at] = fresh = spare.pop() if spare else self._side.allocate_array(live[at], dtype)
+            filling.slot.arrays[at] = fresh = spare.pop() if spare else self._side.allocate_array(array, dtype)
             copied = digests.converted if is_converted else digests.copied
             for atom, part, box in boxes:
                 sealed[atom] = copied(self._side.box(filling.slot.arrays, part), box)

@@ -76,6 +76,7 @@ def subscribe(
         layout: As in `publish`; floats are converted to the dtype that a layout asks for.
         inplace: Saves the memory for what arrives from other hosts: an update writes the tensors themselves, between
             two methods. From its beginning until an update has succeeded, methods raise a `VersionDirtyError`.
+            Not with tensors on a GPU.
         lock: As in `publish`; it is held while a verified version is copied into the tensors. Methods that hold it
             while they read the tensors, and call `Subscription.version`, see one whole version. Not with `inplace`.
         dtype: The dtype of the targets, to which floats of other dtypes are converted; ``"auto"``: each target has its

@@ -11,26 +11,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raycollect.backends.device_arrays import DeviceArray
 from raycollect.backends.tcp.link import TcpMesh
 from raycollect.core.model import Launch
 from raycollect.core.protocols import Communicator, NoFaults
-from raycollect.engine.reshard_operands import ReshardBuffers
 from raycollect.errors import AliasError, CollectiveTimeoutError, LayoutError, ReadOnlyError
-from raycollect.planner import Reshard, plan
+from raycollect.planner import Reshard
 from raycollect.planner.layout import Layout, Region, layout
 from raycollect.planner.reshard import rounds
 from raycollect.planner.sizes import least_between
 from raycollect.pos import tensors
 from tests.pure.engine.convoys import allreduces, convoy_of
 from tests.pure.engine.reshard_runs import must, run
-from tests.pure.fleet import FailAt, contain
+from tests.pure.fleet import FailAt
 from tests.pure.resharding import (
     UNTOUCHED,
     bound,
     empty_of,
     held_by,
-    membership_of,
     request_of,
     scenes,
     whole_tensors,
@@ -272,12 +269,3 @@ def test_a_target_with_copies_of_ones_own_is_dirty_if_the_rest_never_comes() -> 
         assert isinstance(outcomes[0].error, CollectiveTimeoutError)
         assert taken[0].any()
         assert convoy.stores[0].is_dirty([(taken[0].ctypes.data, taken[0].ctypes.data + taken[0].nbytes)])
-
-
-def test_tensors_on_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    membership = membership_of(3)
-    planned = plan([request_of(bound({"": CUT}, {"": FULL}, range(3), range(3)), membership.spec)], [membership])
-    buffers = ReshardBuffers(planned.program(0).shares[0], np.empty)
-    monkeypatch.setattr("raycollect.backends.arrays.memory", lambda tensor: object.__new__(DeviceArray))
-    buffers.bind(0, contain(np.ones((2, 4), np.float32)))
-    assert [(one.kind, one.expected) for one in buffers.violations] == [("unsupported", "tensors in host memory")]
