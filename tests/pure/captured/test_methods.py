@@ -106,15 +106,16 @@ def test_methods_are_called_as_by_the_actor_itself(
     monkeypatch: pytest.MonkeyPatch, loop: asyncio.AbstractEventLoop
 ) -> None:
     """In the caller's thread, or in the actor's loop. Ray is not asked whose call it is, and nothing is kept."""
+    plain, loops = Plain(), Loops()
     with monkeypatch.context() as patched:
         patched.delattr("ray._private.worker.Worker.connected")
-        invoke = mixin._invoker(Methods(), Plain(), None, ["add", "outer", "valued"])
+        invoke = mixin._invoker(Methods(), plain, None, ["add", "outer", "valued"])
         assert invoke("add", [1], {}) == 2
         assert invoke("add", [1], {"other": 5}) == 6
         assert invoke("outer", [], {}).tolist() == full(1).tolist()
         assert invoke("valued", [], {}) == threading.current_thread().name
         assert not mixin._inside.get()
-        invoke = mixin._invoker(Methods(), Loops(), loop, ["add", "plain", "broken"])
+        invoke = mixin._invoker(Methods(), loops, loop, ["add", "plain", "broken"])
         assert invoke("add", [1], {}) == (2, "the loop")
         assert invoke("plain", [], {}) == "the loop"
         with pytest.raises(ValueError, match="bad"):
