@@ -16,7 +16,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TypeVar
@@ -188,7 +188,6 @@ class CheckpointEngine(base.CheckpointEngine):  # type: ignore[misc]
 
     # ---------------------------------------------------------------------------------------------- the trainer
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float] | None:
         """Sends the weights, on rank 0; the trainer's other workers take part in the gathers.
 
@@ -199,14 +198,24 @@ class CheckpointEngine(base.CheckpointEngine):  # type: ignore[misc]
             VersionNotWholeError: A rollout worker has other bits than were sent.
             RaycollectError: A rollout worker has died or is late.
         """
+        chunks = base.split_weight_chunks(weights, self.bucket_size, meta_only=not self.is_master)
         if not self.is_master:
-            async for _ in base.split_weight_chunks(weights, self.bucket_size, meta_only=True):
+            async for _ in chunks:
                 pass
             return None
+        try:
+            return await self._send(chunks, global_steps)
+        except Exception:
+            with suppress(Exception):  # the cause matters more
+                async for _ in chunks:  # the trainer's other workers gather all weights, with this one
+                    pass
+            raise
+
+    async def _send(self, chunks: AsyncIterator[tuple[Any, Any]], global_steps: int | None) -> dict[str, float]:
         with self._member() as member:
             sender = _Sender(member.group_name, self._buffers())
             try:
-                async for meta, chunk in base.split_weight_chunks(weights, self.bucket_size):
+                async for meta, chunk in chunks:
                     await sender.add(meta, chunk)
                 await sender.flush(is_last=True)
             except Exception as exc:
@@ -235,7 +244,6 @@ class CheckpointEngine(base.CheckpointEngine):  # type: ignore[misc]
 
     # ---------------------------------------------------------------------------------------------- a rollout worker
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Any]]:
         """Yields the names and tensors of an update, in host memory.
 
