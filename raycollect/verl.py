@@ -75,7 +75,7 @@ class CheckpointEngine(base.CheckpointEngine):  # type: ignore[misc]
     Args:
         bucket_size: The most bytes of a message.
         is_master: Whether this process is rank 0 of the trainer.
-        transport: raycollect's backend: ``"auto"``, ``"shm"``, ``"tcp"`` ...
+        transport: raycollect's backend: ``"shm"``, ``"tcp"`` ...; ``"auto"`` picks one of these two, also on GPUs.
         whole: Whether rollout workers load an update only after all of them have verified all of it. They keep it in
             host memory until then. False: each worker loads a bucket as soon as it has verified it, and needs the
             memory of two.
@@ -134,9 +134,7 @@ class CheckpointEngine(base.CheckpointEngine):  # type: ignore[misc]
         if wanted == self._membership or rank == _OUTSIDE:
             return
         self._leave(self._membership)
-        init.init_collective_group(
-            world_size, rank, self._transport, group_name, int(self._timeout_s * 1000), rendezvous=init.JOB
-        )
+        init.init_host_group(world_size, rank, self._transport, group_name, self._timeout_s, init.JOB)
         self._membership = wanted
 
     def finalize(self) -> None:
