@@ -50,7 +50,7 @@ class ClusterView:
         Raises:
             ConnectionError: The view was closed, or does not answer.
         """
-        answer = _on(self._node_id, _read, self.pid, name)
+        answer = _on(self._node_id, _read_there, self.pid, name)
         try:
             body: bytes | str = ray.get(answer, timeout=FIND_S + links.LONGEST_S)
         except RayError as exc:
@@ -69,7 +69,7 @@ def live_views() -> tuple[ClusterView, ...]:
     """
     ray_session.ensure_ray()
     nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-    answers = {_on(node_id, _pids_here): node_id for node_id in nodes}
+    answers = {_on(node_id, _pids_there): node_id for node_id in nodes}
     ready, late = ray.wait(list(answers), num_returns=len(answers), timeout=FIND_S)
     for answer in late:
         ray.cancel(answer)
@@ -79,12 +79,6 @@ def live_views() -> tuple[ClusterView, ...]:
         for pid in _pids(answer)
     ]
     return tuple(sorted(views, key=lambda view: (view.host, view.pid)))
-
-
-def _on(node_id: str, function: Any, *args: Any) -> Any:
-    """Runs a function in a task on a node; returns the ref."""
-    where: Any = NodeAffinitySchedulingStrategy(node_id, soft=False)  # Ray's types lack it
-    return ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=where)(function).remote(*args)
 
 
 def _pids(answer: Any) -> list[int]:
@@ -109,3 +103,14 @@ def _read(pid: int, name: str) -> bytes | str:
         return links.read(link, name)
     except (OSError, HTTPException) as exc:
         return str(exc)
+
+
+# Each call of `ray.remote` would be exported to all processes anew.
+_in_task: Any = ray.remote(num_cpus=0, max_retries=0)
+_pids_there, _read_there = _in_task(_pids_here), _in_task(_read)
+
+
+def _on(node_id: str, function: Any, *args: Any) -> Any:
+    """Runs a remote function in a task on a node; returns the ref."""
+    where: Any = NodeAffinitySchedulingStrategy(node_id, soft=False)  # Ray's types lack it
+    return function.options(scheduling_strategy=where).remote(*args)
