@@ -6,17 +6,20 @@ looks for the links there, and reads for the caller. A link never leaves its mac
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import NodeDiedError, RayError, TaskUnschedulableError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycollect.live_view import links
 from raycollect.ray_bridge import ray_session
+
+_log = logging.getLogger("raycollect")
 
 FIND_S = 20.0
 """How long the nodes may take to say which views they have, in seconds: each has to start a process."""
@@ -76,16 +79,19 @@ def live_views() -> tuple[ClusterView, ...]:
     views = [
         ClusterView(host=nodes[answers[answer]], pid=pid, _node_id=answers[answer])
         for answer in ready
-        for pid in _pids(answer)
+        for pid in _pids(answer, nodes[answers[answer]])
     ]
     return tuple(sorted(views, key=lambda view: (view.host, view.pid)))
 
 
-def _pids(answer: Any) -> list[int]:
+def _pids(answer: Any, host: str) -> list[int]:
     try:
         pids: list[int] = ray.get(answer)
         return pids
-    except RayError:  # the node has ended meanwhile
+    except (NodeDiedError, TaskUnschedulableError):  # the node has ended meanwhile
+        return []
+    except RayError as exc:
+        _log.warning("the live views of the node %s are unknown: %s", host, exc)
         return []
 
 

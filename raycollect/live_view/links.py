@@ -44,7 +44,10 @@ def published() -> dict[int, str]:
         if not _is_private(folder):
             continue
         for file in sorted(folder.glob(f"*{_suffix()}")):
-            link, _, started = file.read_text().partition("\n")
+            try:
+                link, _, started = file.read_text().partition("\n")
+            except FileNotFoundError:  # its process, or another reader, has removed it
+                continue
             if started and started == _started(file.stem):
                 links[int(file.stem)] = link
             else:

@@ -134,3 +134,11 @@ def test_operations_beside_their_predictions():
 
 def test_last_rank():
     assert (last_rank([]), last_rank([0.0, 0.0]), last_rank([0.0, 2.0, 1.0])) == (-1, -1, 1)
+
+
+def test_a_link_that_vanishes_hides_no_others(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    file = links.publish("http://x/")
+    (file.parent / f"0{file.suffix}").symlink_to("removed")
+    assert links.published()[os.getpid()] == "http://x/"
+    links.withdraw(file)
