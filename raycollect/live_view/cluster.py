@@ -51,8 +51,10 @@ class ClusterView:
         """Returns a file of the view: ``frame.json`` or ``timeline.json``.
 
         Raises:
+            ValueError: A view has no such file.
             ConnectionError: The view was closed, or does not answer.
         """
+        links.check(name)
         answer = _on(self._node_id, _read_there, self.pid, name)
         try:
             body: bytes | str = ray.get(answer, timeout=FIND_S + links.LONGEST_S)

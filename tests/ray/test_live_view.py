@@ -168,6 +168,8 @@ def test_any_process_of_the_cluster_finds_the_view(actors, monkeypatch):
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
         assert json.loads(done.stdout)["pid"] == os.getpid()
         (found,) = [view for view in col.live_views() if view.pid == os.getpid()]
+        with pytest.raises(ValueError):
+            found.read("frame.json?\n")
     with pytest.raises(ConnectionError):
         found.frame()
     assert os.getpid() not in [view.pid for view in col.live_views()]
