@@ -85,7 +85,7 @@ wheel:
 
 release-check:
 	$(PYTHON) .ci/release.py check
-	.ci/run
+	RELEASE=1 .ci/run
 	$(MAKE) test-full soak
 
 release-tag:
@@ -109,5 +109,5 @@ $(VENV)/.installed-%: pyproject.toml $(VENV)/.created
 	@touch $@
 
 clean:
-	rm -rf .venv .venv310 .venv-cupy13 .venv-cupy14 .venv-verl .venv-vllm build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv310 .venv-cupy13* .venv-cupy14* .venv-verl* .venv-vllm* build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
