@@ -207,30 +207,32 @@ def requirements() -> dict[str, str]:
 
 def extra(name: str) -> str:
     """Returns what an extra is for, if its packages are installed; imports none of them."""
-    missing = list(_missing(name))
+    own = list(_requirements("raycollect", name))
+    missing = list(_missing(own)) if own else ["its packages: this installation of raycollect is older"]
     if missing:
         raise Problem(f"{EXTRAS[name]}; without {', '.join(missing)}")
     return EXTRAS[name]
 
 
-def _missing(extra: str) -> Iterator[str]:
-    lines = map(Requirement, metadata.requires("raycollect") or [])
-    own = [
-        line for line in lines if line.marker and not line.marker.evaluate() and line.marker.evaluate({"extra": extra})
-    ]
-    if not own:
-        yield "its packages: this installation of raycollect is older"
-    for requirement in own:
-        if requirement.name == "raycollect":
-            for other in requirement.extras:
-                yield from _missing(other)
-            continue
+def _requirements(distribution: str, extra: str) -> Iterator[Requirement]:
+    """The requirements that an extra adds to those of an installed distribution."""
+    for line in map(Requirement, metadata.requires(distribution) or []):
+        if line.marker and not line.marker.evaluate({"extra": ""}) and line.marker.evaluate({"extra": extra}):
+            yield line
+
+
+def _missing(requirements: Iterable[Requirement]) -> Iterator[str]:
+    """The requirements that are not installed, with those of the extras that they name."""
+    for requirement in requirements:
         try:
             is_new_enough = requirement.specifier.contains(metadata.version(requirement.name), prereleases=True)
         except metadata.PackageNotFoundError:
             is_new_enough = False
         if not is_new_enough:
             yield f"{requirement.name}{requirement.specifier}"
+            continue
+        for extra in requirement.extras:
+            yield from _missing(_requirements(requirement.name, extra))
 
 
 def package(name: str, least: str) -> str:
