@@ -36,7 +36,7 @@ unexport PYTHONDONTWRITEBYTECODE  # each of some hundred processes would compile
 .PHONY: help demo test test-full test-hosts test-verl test-vllm hosts real-cupy soak lint bench docs wheel release-check release-tag release-upload clean install-%
 
 help:
-	@sed -n '3,16s/^# *//p' Makefile
+	@sed -n '3,17s/^# *//p' Makefile
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/digits.py $(ARGS)
