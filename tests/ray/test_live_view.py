@@ -17,6 +17,8 @@ import ray
 
 import raycollect as col
 from raycollect import errors
+from raycollect.weights.directory import VersionDirectory
+from raycollect.weights.protocol import Version
 from tests.support.actors import Worker, block, buffers
 from tests.support.waiting import wait_until
 
@@ -98,6 +100,17 @@ def test_frame_shows_the_versions_of_weights(view, name):
         expected = {"holders": 2, "group_number": 5, "group_behind": 0, "group_skipped": 2}
         assert wait_until(lambda: is_shown(**expected))
     assert wait_until(lambda: not frame_of(view)["publications"])
+
+
+def test_a_record_of_another_release_is_an_error_in_the_frame(view, name):
+    directory = VersionDirectory(name)
+    strange = Version(99, 1)
+    with col.publish(buffers(view.workers)[:1], name):
+        directory._put(f"versions/{strange.epoch:08d}.{strange.number:019d}", b"strange", overwrite=True)
+        assert wait_until(lambda: frame_of(view)["publications"][0]["error"])
+        assert frame_of(view)["publications"][0]["number"] == 0
+        directory.forget(strange)
+        assert wait_until(lambda: not frame_of(view)["publications"][0]["error"])
 
 
 def test_a_process_has_one_view_and_one_recording(view):
