@@ -92,6 +92,7 @@ release-tag:
 	$(PYTHON) .ci/release.py tag
 
 release-upload: $(VENV)/.created
+	$(PYTHON) .ci/release.py upload
 	$(BIN)/python -m pip install --quiet twine
 	$(BIN)/python -m twine upload $(ARGS) dist/raycollect-*
 
