@@ -108,6 +108,7 @@ def checks() -> list[Check]:
         ray = "ray stop, if that cluster has ended; or RAY_ADDRESS=local: a driver needs none, and starts Ray"
     must_have_costs = bool(os.environ.get(link_costs.ENVIRONMENT_VARIABLE))  # else no group can be declared
     costs = "raycollect bench --calibrate" + must_have_costs * f", or unset {link_costs.ENVIRONMENT_VARIABLE}"
+    add = "pip install 'raycollect[{0}]', or '.[{0}]' in a clone"
     reinstall = "pip install --force-reinstall '{}>={}'"
     return [
         Check("software", "Python", python, "use Linux, which shared memory and the tests require"),
@@ -117,10 +118,7 @@ def checks() -> list[Check]:
             for name, least in requirements().items()
         ],
         *[Check("backends", ", ".join(names), partial(loaded, names)) for names in _with_one_library()],
-        *[
-            Check("extras", name, partial(extra, name), f"pip install 'raycollect[{name}]'", state=MISSING)
-            for name in EXTRAS
-        ],
+        *[Check("extras", name, partial(extra, name), add.format(name), state=MISSING) for name in EXTRAS],
         Check("GPUs", "NVIDIA driver", driver, gpu, state=MISSING),
         Check("shared memory", "/dev/shm", dev_shm, shm),
         Check("shared memory", "memfd", memfd, sealed, required=True),
