@@ -36,7 +36,7 @@ unexport PYTHONDONTWRITEBYTECODE  # each of some hundred processes would compile
 .PHONY: help demo test test-full test-hosts test-verl test-vllm hosts real-cupy soak lint bench docs wheel release-check release-tag release-upload clean install-%
 
 help:
-	@sed -n '3,16s/^# *//p' Makefile
+	@sed -n '3,17s/^# *//p' Makefile
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/digits.py $(ARGS)
@@ -85,13 +85,14 @@ wheel:
 
 release-check:
 	$(PYTHON) .ci/release.py check
-	.ci/run
+	RELEASE=1 .ci/run
 	$(MAKE) test-full soak
 
 release-tag:
 	$(PYTHON) .ci/release.py tag
 
 release-upload: $(VENV)/.created
+	$(PYTHON) .ci/release.py upload
 	$(BIN)/python -m pip install --quiet twine
 	$(BIN)/python -m twine upload $(ARGS) dist/raycollect-*
 
@@ -109,5 +110,5 @@ $(VENV)/.installed-%: pyproject.toml $(VENV)/.created
 	@touch $@
 
 clean:
-	rm -rf .venv .venv310 .venv-cupy13 .venv-cupy14 .venv-verl .venv-vllm build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv310 .venv-cupy13* .venv-cupy14* .venv-verl* .venv-vllm* build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

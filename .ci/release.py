@@ -1,4 +1,7 @@
-"""A release: `python .ci/release.py check` says what hinders it; `tag` tags it, with its section of the changelog."""
+"""A release: `python .ci/release.py check` says what hinders it; `tag` tags it, with its section of the changelog.
+
+`upload` says what hinders the upload of dist/ after that.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,19 @@ def newest_section() -> re.Match[str]:
     return match
 
 
-def problems() -> list[str]:
-    """Returns what hinders a release, in words."""
+def problems(command: str) -> list[str]:
+    """Returns what hinders a command, in words."""
     section, tag = newest_section(), f"v{version()}"
     found = []
     if git("status", "--porcelain"):
         found.append("the tree has changes that are not committed: git status")
+    if command == "upload":
+        if tag not in git("tag", "--points-at", "HEAD").split():
+            found.append(f"HEAD is not the tag {tag}: git checkout {tag}")
+        files = sorted(path.name for path in ROOT.glob("dist/*"))
+        if files != [f"raycollect-{version()}{end}" for end in ("-py3-none-any.whl", ".tar.gz")]:
+            found.append(f"dist/ has {', '.join(files) or 'no files'}, not the two of {version()}: make wheel")
+        return found
     if section["version"] != version():
         found.append(f"the changelog begins with {section['version']}, and the package is {version()}")
     if not re.fullmatch(r"\d{4}-\d\d-\d\d", section["date"]):
@@ -45,9 +55,12 @@ def git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def main(command: str) -> int:
+def main(command: str = "") -> int:
     """Runs a command; returns its exit code."""
-    if found := problems():
+    if command not in ("check", "tag", "upload"):
+        print(__doc__, file=sys.stderr)
+        return 2
+    if found := problems(command):
         print("\n".join(found), file=sys.stderr)
         return 1
     tag = f"v{version()}"

@@ -16,7 +16,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TypeVar
@@ -75,7 +75,7 @@ class CheckpointEngine(base.CheckpointEngine):  # type: ignore[misc]
     Args:
         bucket_size: The most bytes of a message.
         is_master: Whether this process is rank 0 of the trainer.
-        transport: raycollect's backend: ``"auto"``, ``"shm"``, ``"tcp"`` ...
+        transport: raycollect's backend: ``"shm"``, ``"tcp"`` ...; ``"auto"`` picks one of these two, also on GPUs.
         whole: Whether rollout workers load an update only after all of them have verified all of it. They keep it in
             host memory until then. False: each worker loads a bucket as soon as it has verified it, and needs the
             memory of two.
@@ -134,9 +134,7 @@ class CheckpointEngine(base.CheckpointEngine):  # type: ignore[misc]
         if wanted == self._membership or rank == _OUTSIDE:
             return
         self._leave(self._membership)
-        init.init_collective_group(
-            world_size, rank, self._transport, group_name, int(self._timeout_s * 1000), rendezvous=init.JOB
-        )
+        init.init_host_group(world_size, rank, self._transport, group_name, self._timeout_s, init.JOB)
         self._membership = wanted
 
     def finalize(self) -> None:
@@ -188,7 +186,6 @@ class CheckpointEngine(base.CheckpointEngine):  # type: ignore[misc]
 
     # ---------------------------------------------------------------------------------------------- the trainer
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float] | None:
         """Sends the weights, on rank 0; the trainer's other workers take part in the gathers.
 
@@ -199,14 +196,24 @@ class CheckpointEngine(base.CheckpointEngine):  # type: ignore[misc]
             VersionNotWholeError: A rollout worker has other bits than were sent.
             RaycollectError: A rollout worker has died or is late.
         """
+        chunks = base.split_weight_chunks(weights, self.bucket_size, meta_only=not self.is_master)
         if not self.is_master:
-            async for _ in base.split_weight_chunks(weights, self.bucket_size, meta_only=True):
+            async for _ in chunks:
                 pass
             return None
+        try:
+            return await self._send(chunks, global_steps)
+        except Exception:
+            with suppress(Exception):  # the cause matters more
+                async for _ in chunks:  # the trainer's other workers gather all weights, with this one
+                    pass
+            raise
+
+    async def _send(self, chunks: AsyncIterator[tuple[Any, Any]], global_steps: int | None) -> dict[str, float]:
         with self._member() as member:
             sender = _Sender(member.group_name, self._buffers())
             try:
-                async for meta, chunk in base.split_weight_chunks(weights, self.bucket_size):
+                async for meta, chunk in chunks:
                     await sender.add(meta, chunk)
                 await sender.flush(is_last=True)
             except Exception as exc:
@@ -235,7 +242,6 @@ class CheckpointEngine(base.CheckpointEngine):  # type: ignore[misc]
 
     # ---------------------------------------------------------------------------------------------- a rollout worker
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Any]]:
         """Yields the names and tensors of an update, in host memory.
 

@@ -67,7 +67,7 @@ class InitInfo(base.WeightTransferInitInfo):  # type: ignore[misc]
         world_size: The number of workers, plus one for the trainer's rank 0.
         rank_offset: The rank of the first worker.
         group_name: The name of the group.
-        transport: raycollect's backend: ``"auto"``, ``"shm"``, ``"tcp"`` ...
+        transport: raycollect's backend: ``"shm"``, ``"tcp"`` ...; ``"auto"`` picks one of these two, also on GPUs.
         rendezvous: How processes outside one Ray cluster find each other: ``"file:///path"``.
         bucket_nbytes: The most bytes of one message, which has at least one tensor.
         timeout_s: How long ranks wait for each other, in seconds.
@@ -129,14 +129,8 @@ class _Group:
     """A process's end of the group of the trainer and the workers."""
 
     def __init__(self, info: Any, rank: int) -> None:
-        init.init_collective_group(
-            info.world_size,
-            rank,
-            info.transport,
-            info.group_name,
-            int(info.timeout_s * 1000),
-            rendezvous=info.rendezvous or init.JOB,  # vLLM creates its workers, and the user the trainer
-        )
+        rendezvous = info.rendezvous or init.JOB  # vLLM creates its workers, and the user the trainer
+        init.init_host_group(info.world_size, rank, info.transport, info.group_name, info.timeout_s, rendezvous)
         self.rank = rank
         self._name = info.group_name
         self._bucket_nbytes = info.bucket_nbytes

@@ -35,7 +35,15 @@ with_ray() {
     PYTHONPATH="$work/$version" RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 "$@"
 }
 
-read -ra tried <<<"${*:-$(versions)}"
+tried=("$@")
+if [[ ${#tried[@]} -eq 0 ]]; then
+    listed=$(versions) # by itself, as bash ignores a failure in a here-string
+    read -ra tried <<<"$listed"
+fi
+if [[ ${#tried[@]} -eq 0 ]]; then
+    echo "no versions of Ray are listed" >&2
+    exit 1
+fi
 for version in "${tried[@]}"; do
     echo "Ray $version"
     "$python" -m pip install --quiet --no-deps --no-compile --target "$work/$version" "ray==$version"

@@ -108,6 +108,7 @@ def checks() -> list[Check]:
         ray = "ray stop, if that cluster has ended; or RAY_ADDRESS=local: a driver needs none, and starts Ray"
     must_have_costs = bool(os.environ.get(link_costs.ENVIRONMENT_VARIABLE))  # else no group can be declared
     costs = "raycollect bench --calibrate" + must_have_costs * f", or unset {link_costs.ENVIRONMENT_VARIABLE}"
+    add = "pip install 'raycollect[{0}]', or '.[{0}]' in a clone"
     reinstall = "pip install --force-reinstall '{}>={}'"
     return [
         Check("software", "Python", python, "use Linux, which shared memory and the tests require"),
@@ -117,10 +118,7 @@ def checks() -> list[Check]:
             for name, least in requirements().items()
         ],
         *[Check("backends", ", ".join(names), partial(loaded, names)) for names in _with_one_library()],
-        *[
-            Check("extras", name, partial(extra, name), f"pip install 'raycollect[{name}]'", state=MISSING)
-            for name in EXTRAS
-        ],
+        *[Check("extras", name, partial(extra, name), add.format(name), state=MISSING) for name in EXTRAS],
         Check("GPUs", "NVIDIA driver", driver, gpu, state=MISSING),
         Check("shared memory", "/dev/shm", dev_shm, shm),
         Check("shared memory", "memfd", memfd, sealed, required=True),
@@ -207,30 +205,32 @@ def requirements() -> dict[str, str]:
 
 def extra(name: str) -> str:
     """Returns what an extra is for, if its packages are installed; imports none of them."""
-    missing = list(_missing(name))
+    own = list(_requirements("raycollect", name))
+    missing = list(_missing(own)) if own else ["its packages: this installation of raycollect is older"]
     if missing:
         raise Problem(f"{EXTRAS[name]}; without {', '.join(missing)}")
     return EXTRAS[name]
 
 
-def _missing(extra: str) -> Iterator[str]:
-    lines = map(Requirement, metadata.requires("raycollect") or [])
-    own = [
-        line for line in lines if line.marker and not line.marker.evaluate() and line.marker.evaluate({"extra": extra})
-    ]
-    if not own:
-        yield "its packages: this installation of raycollect is older"
-    for requirement in own:
-        if requirement.name == "raycollect":
-            for other in requirement.extras:
-                yield from _missing(other)
-            continue
+def _requirements(distribution: str, extra: str) -> Iterator[Requirement]:
+    """The requirements that an extra adds to those of an installed distribution."""
+    for line in map(Requirement, metadata.requires(distribution) or []):
+        if line.marker and not line.marker.evaluate({"extra": ""}) and line.marker.evaluate({"extra": extra}):
+            yield line
+
+
+def _missing(requirements: Iterable[Requirement]) -> Iterator[str]:
+    """The requirements that are not installed, with those of the extras that they name."""
+    for requirement in requirements:
         try:
             is_new_enough = requirement.specifier.contains(metadata.version(requirement.name), prereleases=True)
         except metadata.PackageNotFoundError:
             is_new_enough = False
         if not is_new_enough:
             yield f"{requirement.name}{requirement.specifier}"
+            continue
+        for extra in requirement.extras:
+            yield from _missing(_requirements(requirement.name, extra))
 
 
 def package(name: str, least: str) -> str:

@@ -87,7 +87,11 @@ def _of_cluster(name: str | None, address: str | None) -> _Read:
     from raycollect.live_view.cluster import live_views
 
     cluster = cluster_registry.find_cluster(address)
-    ray.init(cluster, log_to_driver=False, logging_level=logging.ERROR)
+    cluster_registry.ClusterReader(cluster)  # `ray.init` would wait long where none answers
+    try:
+        ray.init(cluster, log_to_driver=False, logging_level=logging.ERROR)
+    except RuntimeError as exc:
+        raise click.ClickException(f"the cluster at {cluster} takes no driver from here: {exc}") from exc
     programs = {f"{view.host}:{view.pid}": view for view in live_views()}
     if name is not None:
         programs = {key: view for key, view in programs.items() if key == name}

@@ -6,17 +6,20 @@ looks for the links there, and reads for the caller. A link never leaves its mac
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import NodeDiedError, RayError, TaskUnschedulableError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycollect.live_view import links
 from raycollect.ray_bridge import ray_session
+
+_log = logging.getLogger("raycollect")
 
 FIND_S = 20.0
 """How long the nodes may take to say which views they have, in seconds: each has to start a process."""
@@ -48,9 +51,11 @@ class ClusterView:
         """Returns a file of the view: ``frame.json`` or ``timeline.json``.
 
         Raises:
+            ValueError: A view has no such file.
             ConnectionError: The view was closed, or does not answer.
         """
-        answer = _on(self._node_id, _read, self.pid, name)
+        links.check(name)
+        answer = _on(self._node_id, _read_there, self.pid, name)
         try:
             body: bytes | str = ray.get(answer, timeout=FIND_S + links.LONGEST_S)
         except RayError as exc:
@@ -69,29 +74,26 @@ def live_views() -> tuple[ClusterView, ...]:
     """
     ray_session.ensure_ray()
     nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-    answers = {_on(node_id, _pids_here): node_id for node_id in nodes}
+    answers = {_on(node_id, _pids_there): node_id for node_id in nodes}
     ready, late = ray.wait(list(answers), num_returns=len(answers), timeout=FIND_S)
     for answer in late:
         ray.cancel(answer)
     views = [
         ClusterView(host=nodes[answers[answer]], pid=pid, _node_id=answers[answer])
         for answer in ready
-        for pid in _pids(answer)
+        for pid in _pids(answer, nodes[answers[answer]])
     ]
     return tuple(sorted(views, key=lambda view: (view.host, view.pid)))
 
 
-def _on(node_id: str, function: Any, *args: Any) -> Any:
-    """Runs a function in a task on a node; returns the ref."""
-    where: Any = NodeAffinitySchedulingStrategy(node_id, soft=False)  # Ray's types lack it
-    return ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=where)(function).remote(*args)
-
-
-def _pids(answer: Any) -> list[int]:
+def _pids(answer: Any, host: str) -> list[int]:
     try:
         pids: list[int] = ray.get(answer)
         return pids
-    except RayError:  # the node has ended meanwhile
+    except (NodeDiedError, TaskUnschedulableError):  # the node has ended meanwhile
+        return []
+    except RayError as exc:
+        _log.warning("the live views of the node %s are unknown: %s", host, exc)
         return []
 
 
@@ -109,3 +111,14 @@ def _read(pid: int, name: str) -> bytes | str:
         return links.read(link, name)
     except (OSError, HTTPException) as exc:
         return str(exc)
+
+
+# Each call of `ray.remote` would be exported to all processes anew.
+_in_task: Any = ray.remote(num_cpus=0, max_retries=0)
+_pids_there, _read_there = _in_task(_pids_here), _in_task(_read)
+
+
+def _on(node_id: str, function: Any, *args: Any) -> Any:
+    """Runs a remote function in a task on a node; returns the ref."""
+    where: Any = NodeAffinitySchedulingStrategy(node_id, soft=False)  # Ray's types lack it
+    return function.options(scheduling_strategy=where).remote(*args)

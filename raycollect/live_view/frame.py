@@ -63,7 +63,7 @@ class ReceiverFrame(Struct, frozen=True, kw_only=True):
     actors: tuple[str, ...]  # by rank
     epoch: int
     number: int  # of the version that its methods see; 0: none
-    behind: int  # how many versions were put after that one
+    behind: int  # how many versions were put after that one; after an older epoch, those of the newest epoch
     skipped: int  # how many versions its updates have skipped, in all
 
 
@@ -76,7 +76,7 @@ class PublicationFrame(Struct, frozen=True, kw_only=True):
     epoch: int
     number: int  # of the newest version
     nbytes: int
-    holders: int  # how many receiving ranks of the cluster have that version
+    holders: int  # how many receiving ranks are recorded with that version; those that died stay until it goes
     receivers: tuple[ReceiverFrame, ...]
     error: str  # why the newest version is unknown; empty: it is known
 

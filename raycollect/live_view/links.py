@@ -15,6 +15,9 @@ from pathlib import Path
 
 from raycollect.core import files
 
+FILES = ("frame.json", "timeline.json")
+"""What a view has for programs, beside its page."""
+
 LONGEST_S = 30.0
 """How long a view may take to answer, in seconds."""
 
@@ -44,7 +47,10 @@ def published() -> dict[int, str]:
         if not _is_private(folder):
             continue
         for file in sorted(folder.glob(f"*{_suffix()}")):
-            link, _, started = file.read_text().partition("\n")
+            try:
+                link, _, started = file.read_text().partition("\n")
+            except FileNotFoundError:  # its process, or another reader, has removed it
+                continue
             if started and started == _started(file.stem):
                 links[int(file.stem)] = link
             else:
@@ -52,12 +58,20 @@ def published() -> dict[int, str]:
     return links
 
 
+def check(name: str) -> None:
+    """Raises ValueError if a view has no such file: errors of a request may contain its link, and so the token."""
+    if name not in FILES:
+        raise ValueError(f"a live view has the files {' and '.join(FILES)}, and not {name!r}")
+
+
 def read(link: str, name: str) -> bytes:
     """Returns a file of a view of this machine.
 
     Raises:
+        ValueError: A view has no such file.
         OSError, HTTPException: The view gives no answer.
     """
+    check(name)
     directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy would get the token
     with directly.open(link.rstrip("/") + "/" + name, timeout=LONGEST_S) as answer:
         body: bytes = answer.read()

@@ -106,7 +106,7 @@ def _publications(publications: Sequence[PublicationFrame]) -> Table:
     table = Table(title_justify="left", box=None, pad_edge=False)
     for heading in ("weights", "process", "version"):
         table.add_column(heading)
-    for heading in ("bytes", "held by", "behind", "skipped"):
+    for heading in ("bytes", "recorded at", "behind", "skipped"):
         table.add_column(heading, justify="right")
     for publication in publications:
         publisher = f"unknown: {publication.error}" if publication.error else publication.publisher

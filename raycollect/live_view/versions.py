@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from raycollect.errors import VersionError
+from raycollect.errors import ProtocolError, VersionError
 from raycollect.live_view.frame import PublicationFrame, ReceiverFrame
 from raycollect.weights.directory import VersionDirectory
 from raycollect.weights.protocol import Version
@@ -31,7 +31,7 @@ def _publication_frame(name: str, sides: Sequence[OpenSide], timeout_s: float) -
             latest = directory.latest()
             if latest is not None:
                 holders = sum(not holder.is_publisher for holder in directory.holders(latest))
-    except VersionError as exc:
+    except (VersionError, ProtocolError) as exc:  # or another release has written the record
         error = exc.detail
     receivers = sorted((side for side in sides if side.receives), key=lambda side: side.actors)
     newest = latest or Version(0, 0)

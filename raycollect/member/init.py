@@ -70,6 +70,27 @@ def init_collective_group(
         CollectiveTimeoutError: Not all members joined in time; the error names the missing ranks.
         ParticipantDiedError: A member died while the group formed.
     """
+    _join(world_size, rank, backend, group_name, gloo_timeout, pg_options, rendezvous)
+
+
+def init_host_group(
+    world_size: int, rank: int, backend: str, group_name: str, timeout_s: float, rendezvous: BootstrapStore | str
+) -> None:
+    """`init_collective_group` for tensors in host memory: ``"auto"`` never picks `nccl`, whatever the members have."""
+    _join(world_size, rank, backend, group_name, int(timeout_s * 1000), None, rendezvous, is_on_host=True)
+
+
+def _join(
+    world_size: int,
+    rank: int,
+    backend: str,
+    group_name: str,
+    gloo_timeout: int,
+    pg_options: Any,
+    rendezvous: BootstrapStore | str | None,
+    *,
+    is_on_host: bool = False,
+) -> None:
     given, strange = options.read(pg_options)
     problems = [*_problems(world_size, rank, group_name, gloo_timeout), *strange]
     if problems:
@@ -92,7 +113,7 @@ def init_collective_group(
         me=Introduction(
             _who()[:MOST_WHO],
             ray_session.machine_id(),
-            gpus.here(ray_session.has_gpu()) if wanted == "auto" and world_size > 1 else None,
+            gpus.here(ray_session.has_gpu()) if wanted == "auto" and world_size > 1 and not is_on_host else None,
         ),
         tracer=runtime.tracer,
     )

@@ -17,6 +17,8 @@ import ray
 
 import raycollect as col
 from raycollect import errors
+from raycollect.weights.directory import VersionDirectory
+from raycollect.weights.protocol import Version
 from tests.support.actors import Worker, block, buffers
 from tests.support.waiting import wait_until
 
@@ -100,6 +102,17 @@ def test_frame_shows_the_versions_of_weights(view, name):
     assert wait_until(lambda: not frame_of(view)["publications"])
 
 
+def test_a_record_of_another_release_is_an_error_in_the_frame(view, name):
+    directory = VersionDirectory(name)
+    strange = Version(99, 1)
+    with col.publish(buffers(view.workers)[:1], name):
+        directory._put(f"versions/{strange.epoch:08d}.{strange.number:019d}", b"strange", overwrite=True)
+        assert wait_until(lambda: frame_of(view)["publications"][0]["error"])
+        assert frame_of(view)["publications"][0]["number"] == 0
+        directory.forget(strange)
+        assert wait_until(lambda: not frame_of(view)["publications"][0]["error"])
+
+
 def test_a_process_has_one_view_and_one_recording(view):
     assert col.live() is view
     with pytest.raises(errors.TimelineError):
@@ -168,6 +181,8 @@ def test_any_process_of_the_cluster_finds_the_view(actors, monkeypatch):
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
         assert json.loads(done.stdout)["pid"] == os.getpid()
         (found,) = [view for view in col.live_views() if view.pid == os.getpid()]
+        with pytest.raises(ValueError):
+            found.read("frame.json?\n")
     with pytest.raises(ConnectionError):
         found.frame()
     assert os.getpid() not in [view.pid for view in col.live_views()]

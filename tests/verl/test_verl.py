@@ -99,6 +99,23 @@ def test_replicas_come_and_die(job):
     assert job.rollouts.check(5) == [True, True]
 
 
+def test_trainers_gather_all_weights_when_an_update_fails_early(folder):
+    job = Job(folder, 2, 1, scale=16)  # some ten buckets follow
+    more, replicas = job.more(1)
+    job.manager.add_replicas(replicas)
+    job.trainers.train(1)
+    job.manager.update_weights(global_steps=1)
+    ((pid, _),) = more.pid_and_steps()
+    job.trainers.train(2, kills=pid)
+    with pytest.raises((ray.exceptions.RayActorError, errors.RaycollectError)):
+        job.manager.update_weights(global_steps=2)
+    job.manager.remove_replicas(replicas)
+    for version in (3, 4):
+        job.trainers.train(version)
+        job.manager.update_weights(global_steps=version)
+        assert job.rollouts.check(version, 16) == [True]
+
+
 def test_buckets_are_loaded_as_they_come(folder):
     job = Job(folder, 1, 1, whole=False, transport="tcp")
     for version in (1, 2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 
@@ -45,10 +46,15 @@ class Trainer(Worker):
         self.checkpoint_engine = CheckpointEngineRegistry.new(config.backend, bucket_size=bucket_size, **kwargs)
         self.mesh = init_device_mesh("cpu", (self.world_size,))
         self.scale = scale
+        self.busy = asyncio.Lock()  # the next step is after the update, also if another rank fails first
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def train(self, version, fails=False, kills=0):
+    async def train(self, version, fails=False, kills=0):
         """Makes the weights of a version, and what happens when half of them are sent."""
+        async with self.busy:
+            self._train(version, fails, kills)
+
+    def _train(self, version, fails, kills):
         self.fails, self.kills = fails, kills
         self.params = {
             name: distribute_tensor(tensor, self.mesh, [Shard(0)]) if tensor.dim() else tensor
@@ -65,7 +71,8 @@ class Trainer(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps=None, mode="auto"):
-        return await self.checkpoint_engine.send_weights(self.per_tensor_param(), global_steps=global_steps) or {}
+        async with self.busy:
+            return await self.checkpoint_engine.send_weights(self.per_tensor_param(), global_steps=global_steps) or {}
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
     def execute_checkpoint_engine(self, method, *args, **kwargs):

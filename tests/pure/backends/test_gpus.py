@@ -156,3 +156,9 @@ def test_members_of_which_one_has_none_meet_elsewhere(ranks: Ranks, monkeypatch:
     monkeypatch.setattr(gpus, "here", lambda given: next(assigned))
     name = ranks.group(2, "auto")
     assert ranks.must(2, lambda rank: init.get_group_handle(name).backend) == ["shm"] * 2
+
+
+def test_a_group_for_tensors_of_the_host_has_a_backend_of_the_host(ranks: Ranks) -> None:  # noqa: F811
+    ranks.must(2, lambda rank: _on_own_gpu(ranks, rank))
+    name = ranks.host_group(2, "auto")
+    assert ranks.must(2, lambda rank: init.get_group_handle(name).backend) == ["shm"] * 2

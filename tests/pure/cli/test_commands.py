@@ -140,10 +140,11 @@ def test_a_wrong_command_line_ends_with_2(tmp_path: Path, args: tuple[str, ...],
     assert says in result.stderr
 
 
+@pytest.mark.parametrize("command", [("status",), ("top", "--cluster")], ids=" ".join)
 @pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "127.0.0.1:1", "nowhere"])
-def test_an_error_for_the_user_is_text_and_a_traceback_on_request(address: str) -> None:
-    result = run_command("status", "--address", address)
+def test_an_error_for_the_user_is_text_and_a_traceback_on_request(command: tuple[str, ...], address: str) -> None:
+    result = run_command(*command, "--address", address)
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith("Error: ")
-    raised = CliRunner().invoke(main, ["status", "--address", address], env={"RAYCOLLECT_DEBUG": "1"}).exception
+    raised = CliRunner().invoke(main, [*command, "--address", address], env={"RAYCOLLECT_DEBUG": "1"}).exception
     assert isinstance(raised, RaycollectError | ConnectionError)

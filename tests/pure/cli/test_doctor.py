@@ -217,6 +217,20 @@ def test_an_extra_says_what_it_is_for_and_how_to_get_it() -> None:
         assert row.state == OK or (row.state == MISSING and f"raycollect[{name}]" in row.cure and not row.required)
 
 
+def test_an_extra_lacks_what_the_extras_of_its_packages_lack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, requirement in (
+        ("raycollect", 'some-library[more]>=1; extra == "rllib"'),
+        ("some_library", 'no-such-package>=3; extra == "more"'),
+    ):
+        head = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
+        file_in(tmp_path, f"{name}-1.0.dist-info/METADATA", f"{head}Requires-Dist: {requirement}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(Problem, match=r"without no-such-package>=3$"):
+        doctor.extra("rllib")
+    file_in(tmp_path, "no_such_package-3.1.dist-info/METADATA", "Metadata-Version: 2.1\nName: x\nVersion: 3.1\n")
+    assert doctor.extra("rllib") == doctor.EXTRAS["rllib"]
+
+
 def test_pages_name_every_extra() -> None:
     tomllib = pytest.importorskip("tomllib")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()

@@ -134,3 +134,19 @@ def test_operations_beside_their_predictions():
 
 def test_last_rank():
     assert (last_rank([]), last_rank([0.0, 0.0]), last_rank([0.0, 2.0, 1.0])) == (-1, -1, 1)
+
+
+def test_a_link_that_vanishes_hides_no_others(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    file = links.publish("http://x/")
+    (file.parent / f"0{file.suffix}").symlink_to("removed")
+    assert links.published()[os.getpid()] == "http://x/"
+    links.withdraw(file)
+
+
+def test_an_unknown_file_is_refused_without_a_request(server):
+    assert json.loads(links.read(server.link, "timeline.json")) == {"traceEvents": []}
+    for name in ("", "none", "../frame.json", "a b\n"):
+        with pytest.raises(ValueError) as raised:
+            links.read(server.link, name)
+        assert urlsplit(server.link).path.strip("/") not in str(raised.value)

@@ -30,15 +30,24 @@ class Ranks:
         self._groups = []
 
     def group(self, world, backend="nccl", **options):
+        return self._formed(world, self._join, backend, options)
+
+    def host_group(self, world, backend):
+        return self._formed(world, self._join_on_host, backend)
+
+    def _formed(self, world, join, *args):
         name = f"gpus-{next(_names)}"
         self.must(world, lambda _: None)
-        self.must(world, self._join, world, name, backend, options)
+        self.must(world, join, world, name, *args)
         self._groups.append((world, name))
         return name
 
     def _join(self, rank, world, name, backend, options):
         options = options or None
         init.init_collective_group(world, rank, backend, name, 8_000, pg_options=options, rendezvous=self._rendezvous)
+
+    def _join_on_host(self, rank, world, name, backend):
+        init.init_host_group(world, rank, backend, name, 8.0, self._rendezvous)
 
     def run(self, world, body, *args):
         """Calls ``body(rank, *args)`` on all ranks at once; what one raises is in the list like what it returns."""

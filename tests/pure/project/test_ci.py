@@ -59,3 +59,20 @@ def test_a_release_needs_a_date_a_clean_tree_and_a_new_number(tmp_path: Path) ->
     assert release(tmp_path, "tag") == 0
     assert git(tmp_path, "tag", "--list", "--format=%(contents)").strip() == "raycollect 1.2.0\n\n### Added\n\n- One."
     assert release(tmp_path, "tag") == 1
+
+    (tmp_path / ".git/info/exclude").write_text("dist\n")
+    (tmp_path / "dist").mkdir()
+    assert release(tmp_path, "upload") == 1
+    for name in ("raycollect-1.2.0.tar.gz", "raycollect-1.2.0-py3-none-any.whl"):
+        (tmp_path / "dist" / name).touch()
+    assert release(tmp_path, "upload") == 0
+    (tmp_path / "dist/raycollect-1.1.0.tar.gz").touch()
+    assert release(tmp_path, "upload") == 1
+    (tmp_path / "dist/raycollect-1.1.0.tar.gz").unlink()
+    (tmp_path / "more").touch()
+    commit()
+    assert release(tmp_path, "upload") == 1
+
+
+def test_an_unknown_command_is_refused(tmp_path: Path) -> None:
+    assert release(tmp_path, "chek") == 2
