@@ -372,6 +372,16 @@ class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
             for _ in self.source:
                 pass
             return
+        given = iter(self.source)
+        try:
+            self._update(given)
+        except Exception:
+            with suppress(Exception):  # the cause matters more
+                for _ in given:  # the trainer's other ranks gather all tensors, with this one
+                    pass
+            raise
+
+    def _update(self, given: Iterator[tuple[str, Any]]) -> None:
         if self._group is None:
             raise UnknownGroupError(group_name=InitInfo.group_name, detail="no group: shutdown has been called")
         meta = self.source.metadata()
@@ -385,7 +395,7 @@ class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
         try:
             self.client.start_weight_update()
             with threads.beside("raycollect-vllm", self.client.update_weights, asdict(info)) as updating:
-                self._send(self._group, info)
+                self._send(self._group, info, given)
         except BaseException:
             with suppress(Exception):  # the cause matters more
                 # vLLM's calls can't run beside each other.
@@ -395,8 +405,7 @@ class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
         self.client.finish_weight_update(str(info.version))
         self._version = info.version
 
-    def _send(self, group: _Group, info: UpdateInfo) -> None:
-        given = iter(self.source)
+    def _send(self, group: _Group, info: UpdateInfo, given: Iterator[tuple[str, Any]]) -> None:
         refusal: Exception | None = None
         for bucket in group.buckets(info):
             if self._memory is None or len(self._memory) < _nbytes(bucket):
