@@ -67,6 +67,7 @@ class Source:
 
     def __init__(self, model):
         self.model, self.metadata, self.replaced, self.more = model, ModuleSource(model).metadata(), {}, {}
+        self.exhausted = 0
 
     def owned_names(self, rank):
         return [meta.name for meta in self.metadata]
@@ -76,6 +77,7 @@ class Source:
 
     def iter_full(self):
         yield from ({**dict(self.model.named_parameters()), **self.replaced, **self.more}).items()
+        self.exhausted += 1
 
 
 class Corrupted:
@@ -98,12 +100,14 @@ class Client:
     """Calls vLLM, which is in this process."""
 
     def __init__(self, engine):
-        self.engine = engine
+        self.engine, self.refuses = engine, False
 
     def init_weight_transfer_engine(self, init_info):
         self.engine.init_weight_transfer_engine({"init_info": init_info})
 
     def start_weight_update(self):
+        if self.refuses:
+            raise ConnectionError("the server is gone")
         self.engine.start_weight_update()
 
     def update_weights(self, update_info):
@@ -237,8 +241,8 @@ def test_a_new_trainer_takes_the_place_of_one_that_was_killed(vllm, rendezvous):
 
 
 def test_what_source_or_model_refuse_is_an_error_of_the_trainer_alone(vllm, rendezvous):
-    source = Source(llama(5))
-    engine = trainer(Client(vllm), source, rendezvous)
+    client, source = Client(vllm), Source(llama(5))
+    engine = trainer(client, source, rendezvous)
     try:
         engine.send_weights()
         assert generated(vllm) == expected(5)
@@ -258,6 +262,11 @@ def test_what_source_or_model_refuse_is_an_error_of_the_trainer_alone(vllm, rend
         source.metadata, source.more = known, {}
         engine.send_weights()
         assert (generated(vllm), vllm.get_weight_version()) == (expected(6), "2")
+
+        client.refuses, exhausted = True, source.exhausted
+        with pytest.raises(ConnectionError):
+            engine.send_weights()
+        assert source.exhausted == exhausted + 1  # the trainer's other ranks gather all tensors
     finally:
         engine.shutdown()
 
