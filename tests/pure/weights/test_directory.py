@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +21,7 @@ from raycollect.errors import (
     VersionTimeoutError,
 )
 from raycollect.ray_bridge import ray_cluster, ray_session
-from raycollect.weights import directory
+from raycollect.weights import directory, publication
 from raycollect.weights.directory import Holder, VersionDirectory, sweep
 from raycollect.weights.protocol import Phase, Version, VersionRound
 from raycollect.weights.publication import Publication
@@ -181,9 +183,37 @@ def publication_of_epoch_1():
     pub._directory = VersionDirectory("policy")
     pub._directory.keep_epoch(1, "p")
     pub._cut, pub._places = (frozenset(), ()), {}
-    pub._last = pub._used = pub._before = Version(1, 0)
-    pub._listed = None
+    pub._used = pub._before = Version(1, 0)
+    pub._last = pub._pushed = publication._Put(pub._used)
     return pub
+
+
+@pytest.mark.parametrize("line", range(8))
+def test_a_push_beside_a_put_names_the_holders_of_its_own_version(make_store, monkeypatch, line):
+    """`line`: that of `push` before which another thread puts."""
+    make_store()
+    pub, lines = publication_of_epoch_1(), count()
+    pub._ranks.handles, pub._ranks.members = [None], [holder("trainer", is_publisher=True)]
+    monkeypatch.setattr(publication, "update_all", lambda *_, resolved, held, **__: (resolved, held))
+
+    def post(number):
+        pub._post(Version(1, number), {0: Key(b"%d" % number)})
+
+    def put_beside(frame, event, _):
+        if frame.f_code is Publication.push.__code__:
+            if event == "line" and next(lines) == line:
+                post(2)
+            return put_beside
+        return None
+
+    post(1)
+    before = sys.gettrace()
+    sys.settrace(put_beside)
+    try:
+        version, held = pub.push([])
+    finally:
+        sys.settrace(before)
+    assert [each.key for each in held] == [b"%d" % version.number]
 
 
 @pytest.mark.parametrize("step", range(2))  # before the version is posted, and after

@@ -76,8 +76,8 @@ def test_a_number_is_above_the_last_and_fits_into_a_record(number):
 def test_receiver_groups_come_in_whatever_can_be_iterated_over(monkeypatch):
     """As the values of a dict, of which a stream has always made a list."""
     pub, sub = Publication.__new__(Publication), Subscription.__new__(Subscription)
-    pub.name, pub._ranks, pub._last = "policy", SimpleNamespace(layouts=LAYOUTS), V1
-    pub._held, pub._listed = [], None
+    pub.name, pub._ranks = "policy", SimpleNamespace(layouts=LAYOUTS)
+    pub._last = pub._pushed = publication._Put(V1)
     sub.name, sub._check = "policy", lambda layouts: None
     monkeypatch.setattr(publication, "update_all", lambda groups, *_, **__: list(groups))
     for given in ([sub], {1: sub}.values(), {sub}, iter([sub])):
