@@ -67,6 +67,7 @@ class Ranks:
     Attributes:
         layouts: The layouts of the versions.
         held_layouts: The layouts of the tensors, which only differ in the dtype.
+        overlapping: The ranks of actors whose methods overlap, from `check` on. Calls to them can overtake each other.
     """
 
     def __init__(self, op: str, handles: Sequence[Handle], layouts: Layouts, lock: Any, dtype: str = "") -> None:
@@ -79,12 +80,17 @@ class Ranks:
             for name, layout in layouts.items()
         }
         self._lock = lock
-        self._overlapping: frozenset[int] = frozenset()  # the ranks of actors whose methods overlap, from `check` on
+        self._overlapping: frozenset[int] = frozenset()
         self.members: list[Holder] = []  # their processes, from `attach` on
         self.shown: list[Version | None] = []  # the versions that they showed then
 
     def __len__(self) -> int:
         return len(self.handles)
+
+    @property
+    def overlapping(self) -> frozenset[int]:
+        """See the class."""
+        return self._overlapping
 
     def call(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function in a rank's process, in order of these calls; returns a ref of the result."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import ray
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
 
 from raycollect.errors import InvalidArgumentError, UnknownVersionError, VersionError, VersionNotWholeError
+from raycollect.planner.layout import layout
 from raycollect.weights import protocol, publication
 from raycollect.weights.protocol import Phase, RankFailed, RankLost, VersionRound
 from raycollect.weights.publication import Publication
-from raycollect.weights.ranks import Job, Update, event_of
+from raycollect.weights.ranks import Job, Ranks, Update, event_of
 from raycollect.weights.stream import Stream
 from raycollect.weights.subscription import Subscription, _Updates
 from tests.pure.weights.sides import AMONG, LAYOUTS, NAMES, V1
@@ -65,6 +68,31 @@ def test_a_part_is_asked_of_those_who_have_sealed_it():
     assert [(rank, [name for name, _ in some]) for rank, some in holders] == [(0, list(NAMES)), (1, ["a"])]
     replicas._places_on = lambda rank: {}  # another stream has begun, whose receivers cut otherwise
     assert stream._holders(dict.fromkeys(AMONG, b"digest")) == []
+
+
+def test_a_rank_whose_methods_overlap_is_called_once_the_call_before_has_ended(monkeypatch):
+    pending = []
+
+    def call(rank, function, *args):
+        assert rank == 0 or not pending
+        pending.extend([object()] * rank)
+        return pending[-1] if rank else object()
+
+    def wait(refs, timeout):
+        ready = [ref for ref in refs if ref in pending] if timeout else []
+        for ref in ready:
+            pending.remove(ref)
+        return ready, []
+
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "get", lambda ref: (b"key", {}))
+    ranks = Ranks("publish", [None] * 2, {name: layout([4, 6], mesh={"rank": 2}) for name in NAMES}, None)
+    ranks.call, ranks._overlapping = call, frozenset({1})
+    publisher = SimpleNamespace(name="policy", _ranks=ranks, _count=0, _one_at_a_time=lambda *_: nullcontext())
+    stream = Stream(publisher, [], V1, AMONG)
+    for name in NAMES:
+        stream.part(name)
+    assert [len(queue) for queue in stream._sealing] == [len(NAMES), 0]
 
 
 @pytest.mark.parametrize("number", [1, 0, 1 << 63, True, "2"])
