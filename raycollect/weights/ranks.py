@@ -156,7 +156,7 @@ class Ranks:
     def late_error(self, name: str, job: Job, timeout_s: float, *, is_shown: bool = False) -> VersionTimeoutError:
         """Builds the error of a round for which ranks were late, with their reports."""
         waited = {rank: error for rank, error in job.errors.items() if isinstance(error, CollectiveTimeoutError)}
-        late = tuple(sorted(job.round.waiting if job.is_late else waited))
+        late = tuple(sorted(job.unanswered if job.is_late else waited))
         who = ", ".join(f"{rank} ({self.members[rank].actor})" for rank in late)
         detail = f"after {timeout_s:g} s these had not arrived: rank {who}"
         return VersionTimeoutError(
@@ -233,6 +233,11 @@ class Job:
         """Whether a rank has waited for readers of its memory until the time limit."""
         return any(isinstance(error, CollectiveTimeoutError) for error in self.errors.values())
 
+    @property
+    def unanswered(self) -> frozenset[int]:
+        """The ranks that were called and have not answered."""
+        return self.round.waiting
+
     def end_late(self) -> None:
         """Fails the round because the time limit has passed."""
         if not self.round.is_over:
@@ -259,6 +264,14 @@ class Update(Job):
     after: Mapping[int, int] = field(default_factory=dict)
     staged: dict[int, tuple[RankReceipt, tuple[Key, ...]]] = field(default_factory=dict)
     holders: list[Holder] = field(default_factory=list)
+
+    @property
+    def unanswered(self) -> frozenset[int]:
+        """See `Job`; a rank that stages after another one is called once that one has staged."""
+        waiting = self.round.waiting
+        if self.round.is_shown:
+            return waiting
+        return frozenset(rank for rank in waiting if self.after.get(rank) not in waiting)
 
     def heard(self, rank: int, ref: Any) -> RankEvent:
         """Returns the event of a rank's answer; raises the errors of `ray.get`."""

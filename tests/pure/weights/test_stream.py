@@ -7,17 +7,19 @@ from types import SimpleNamespace
 
 import pytest
 import ray
+from msgspec import structs
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
 
+from raycollect.core.model import Address
 from raycollect.errors import InvalidArgumentError, UnknownVersionError, VersionError, VersionNotWholeError
 from raycollect.planner.layout import layout
 from raycollect.weights import protocol, publication
-from raycollect.weights.protocol import Phase, RankFailed, RankLost, VersionRound
+from raycollect.weights.protocol import Phase, RankFailed, RankLost, RankVerified, VersionRound
 from raycollect.weights.publication import Publication
 from raycollect.weights.ranks import Job, Ranks, Update, event_of
 from raycollect.weights.stream import Stream
 from raycollect.weights.subscription import Subscription, _Updates
-from tests.pure.weights.sides import AMONG, LAYOUTS, NAMES, V1
+from tests.pure.weights.sides import AMONG, HERE, LAYOUTS, NAMES, V1
 
 DONE = VersionRound(V1, Phase.DONE, frozenset())
 
@@ -37,6 +39,17 @@ def test_who_can_not_be_reached_is_not_taken_for_dead(error, event):
     job = Job(round=protocol.begin_put(V1, 1)[0], errors={})
     assert type(event_of(job, 0, heard)) is event
     assert event is RankLost or isinstance(job.errors[0], VersionError)
+
+
+@pytest.mark.parametrize(("events", "missing"), [([], (0, 3)), ([0], (1, 2, 3)), ([0, 1, 2, 3], (0, 1, 2, 3))])
+def test_ranks_that_were_not_called_yet_are_not_late(events, missing):
+    ranks = Ranks("subscribe", [], LAYOUTS, None)
+    ranks.members = [structs.replace(HERE, address=Address(host="127.0.0.1", port=1, secret=bytes(32)))] * 4
+    job = Update(round=protocol.begin_update(V1, 4), errors={}, tell=None, read=None, after={1: 0, 2: 0})
+    for rank in events:
+        job.round, _ = protocol.advance(job.round, RankVerified(rank))
+    job.end_late()
+    assert ranks.late_error("policy", job, 1.0).missing == missing
 
 
 def test_an_update_that_failed_raises_its_own_error_where_no_newer_version_can_be_found():
