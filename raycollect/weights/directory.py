@@ -208,11 +208,12 @@ class VersionDirectory(_Records):
         self.keep_layouts(epoch)
         return signature
 
-    def keep_layouts(self, epoch: int, listed: Collection[Listed] = ()) -> None:
+    def keep_layouts(self, epoch: int, listed: Collection[Listed] = (), *, is_hint: bool = False) -> None:
         """Writes the layouts that this process posted, if an epoch does not have them; `listed` are there."""
+        most_s = _HINT_S if is_hint else _TIMEOUT_S
         for signature, packed in self._own.items():
             if (epoch, signature) not in listed:
-                self._put(_layouts_at(epoch, signature), packed, overwrite=False)
+                self._put(_layouts_at(epoch, signature), packed, overwrite=False, most_s=most_s)
 
     def layouts(self, signature: bytes, epoch: int) -> Layouts | None:
         """Returns the layouts of a signature; None if unknown."""

@@ -422,7 +422,7 @@ class _Updates:
         """Posts layouts that the directory has lost, or does not have in an epoch."""
         for at, version in versions.items():
             with suppress(VersionError):  # without the layouts others can't read from these receivers
-                self.subscriptions[at]._directory.keep_layouts(version.epoch, self.listed)
+                self.subscriptions[at]._directory.keep_layouts(version.epoch, self.listed, is_hint=True)
 
     def _newer(self, subscription: Subscription) -> Version | None:
         """Returns the latest version if that was asked for; None if it can't be found."""

@@ -26,7 +26,7 @@ from raycollect.weights.directory import Holder, VersionDirectory, sweep
 from raycollect.weights.protocol import Phase, Version, VersionRound
 from raycollect.weights.publication import Publication
 from raycollect.weights.ranks import Job, Ranks
-from raycollect.weights.subscription import Subscription
+from raycollect.weights.subscription import Subscription, _Updates
 from raycollect.weights.turns import Turns
 
 LAYOUTS = {"w": col.layout([4], mesh={"tp": 1}, spec=())}
@@ -173,6 +173,25 @@ def test_a_store_that_does_not_answer_is_told_of_and_whose_time_is_over(make_sto
     with pytest.raises(VersionError):
         there.version(1, 1)
     assert timeouts[1] == 30.0
+
+
+def test_an_update_waits_for_the_store_only_as_long_as_for_a_hint(make_store, monkeypatch):
+    store, timeouts = make_store(), []
+    there = VersionDirectory("policy")
+    there.post_layouts(LAYOUTS, 1)
+
+    def put(key, value, overwrite, namespace, timeout):
+        timeouts.append(timeout)
+        raise RuntimeError("Deadline Exceeded")
+
+    def job(*_):
+        raise VersionError(name="policy")
+
+    monkeypatch.setattr(store, "internal_kv_put", put)
+    sub = SimpleNamespace(_directory=there, _job=job, _ranks=Ranks("subscribe", [], LAYOUTS, None))
+    version = Version(1, 1)
+    _Updates([sub], version, 60.0, version, (), ()).run()
+    assert timeouts == [2.0]
 
 
 def publication_of_epoch_1():

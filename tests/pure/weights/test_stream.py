@@ -61,7 +61,7 @@ def test_an_update_that_failed_raises_its_own_error_where_no_newer_version_can_b
 
     sub = SimpleNamespace(_find=find, _finish=finish, _directory=SimpleNamespace(holders=lambda version: []))
     sub._job = lambda *args: Update(round=DONE, errors={}, tell=None, read=None)
-    sub._directory.keep_layouts = lambda epoch, listed: None
+    sub._directory.keep_layouts = lambda *_, **__: None
     sub._directory.post_holders = lambda version, holders: None
     sub.name = "policy"
     updates = _Updates([sub], "latest", 1.0, V1, (), ())
