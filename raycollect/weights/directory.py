@@ -225,15 +225,17 @@ class VersionDirectory(_Records):
             self._layouts[signature] = {name: Layout.from_bytes(layout) for name, layout in encoded.items()}
         return self._layouts[signature]
 
-    def listed(self) -> tuple[int, frozenset[Listed]]:
-        """Returns the newest epoch, 0 for none, and which layouts are there."""
-        epoch, layouts = 0, set[Listed]()
+    def listed(self) -> tuple[int, frozenset[Listed], frozenset[tuple[int, int]]]:
+        """Returns the newest epoch, 0 for none, which layouts are there, and which versions have records."""
+        epoch, layouts, versions = 0, set[Listed](), set[tuple[int, int]]()
         for kind, _, rest in (name.partition("/") for name in self._names("")):
             if kind == "epochs":
                 epoch = max(epoch, int(rest))
             elif kind == "layouts":
                 layouts.add((int(rest[:8]), bytes.fromhex(rest[9:])))
-        return epoch, frozenset(layouts)
+            elif kind == "versions":
+                versions.add(_number_of(rest.partition("/")[0]))
+        return epoch, frozenset(layouts), frozenset(versions)
 
     def all_layouts(self, listed: Iterable[Listed]) -> dict[bytes, Layouts]:
         """Returns the listed layouts of all sides, in order of their signatures."""

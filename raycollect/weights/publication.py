@@ -216,7 +216,7 @@ class Publication(WeightSide, BoundToProcess):
         groups = self._checked_groups("stream", subscriptions)
         listed = self._last.listed  # a later put knows the receivers that the put before it has found
         if listed is None:
-            _, listed = self._directory.listed()
+            _, listed, _ = self._directory.listed()
         readers = self._directory.all_layouts(listed)
         readers |= {group._signature: group._ranks.layouts for group in groups}
         if frozenset(readers) != self._cut[0]:
@@ -249,9 +249,9 @@ class Publication(WeightSide, BoundToProcess):
 
     def _forget_overwritten(self) -> None:
         """Removes the version before the last, which the actors drop."""
-        before, self._before = self._before, Version(self.epoch, 0)
-        if before.number:
-            self._directory.forget(before)
+        if self._before.number:
+            self._directory.forget(self._before)
+            self._before = Version(self.epoch, 0)
 
     def _finish(self, job: Job, timeout_s: float, keys: Mapping[int, Key], among: Sequence[Atom]) -> None:
         """Posts the version of a put that has ended; raises the errors of `put`."""
@@ -280,7 +280,7 @@ class Publication(WeightSide, BoundToProcess):
         self._before, self._used = self._used, version
         held = [self._holder(rank, keys[rank]) for rank in range(len(self._ranks))]
         self._directory.post_version(version, held)
-        newest, listed = self._directory.listed()
+        newest, listed, numbers = self._directory.listed()
         if newest > self.epoch:
             self._directory.forget(version)
             raise PublisherReplacedError(name=self.name, version=str(version), detail=f"epoch {newest} has begun")
@@ -289,6 +289,9 @@ class Publication(WeightSide, BoundToProcess):
         self._directory.keep_layouts(self.epoch, listed)
         if not self._last.version.number:
             self._directory.forget_before(version)
+        for number in numbers:  # of a late update's holders, for example
+            if number < (self.epoch, self._before.number):
+                self._directory.forget(Version(*number))
         self._last = _Put(version, held, listed)
 
     def push(self, subscriptions: Sequence[Subscription], *, timeout_s: float = 60.0) -> list[Receipt]:

@@ -207,6 +207,33 @@ def publication_of_epoch_1():
     return pub
 
 
+def test_only_the_two_newest_versions_have_records(make_store, monkeypatch):
+    store = make_store()
+    pub, there = publication_of_epoch_1(), VersionDirectory("policy")
+
+    def put(number):
+        pub._forget_overwritten()
+        pub._post(Version(1, number), {})
+
+    def fail(*_, **__):
+        raise RuntimeError("Deadline Exceeded")
+
+    def numbers():
+        return sorted(number for _, number in there.listed()[2])
+
+    for number in (1, 2, 3):
+        put(number)
+    with monkeypatch.context() as patch, pytest.raises(VersionError):
+        patch.setattr(store, "internal_kv_del", fail)
+        put(4)
+    put(4)
+    assert numbers() == [3, 4]
+    holds(there, Version(1, 1), "late")
+    assert numbers() == [1, 3, 4]
+    put(5)
+    assert numbers() == [4, 5]
+
+
 @pytest.mark.parametrize("line", range(8))
 def test_a_push_beside_a_put_names_the_holders_of_its_own_version(make_store, monkeypatch, line):
     """`line`: that of `push` before which another thread puts."""
