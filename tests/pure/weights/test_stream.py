@@ -11,15 +11,22 @@ from msgspec import structs
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
 
 from raycollect.core.model import Address
-from raycollect.errors import InvalidArgumentError, UnknownVersionError, VersionError, VersionNotWholeError
+from raycollect.errors import (
+    InvalidArgumentError,
+    UnknownVersionError,
+    VersionError,
+    VersionNotWholeError,
+    VersionTimeoutError,
+)
 from raycollect.planner.layout import layout
 from raycollect.weights import protocol, publication
 from raycollect.weights.protocol import Phase, RankFailed, RankLost, RankVerified, VersionRound
 from raycollect.weights.publication import Publication
 from raycollect.weights.ranks import Job, Ranks, Update, event_of
+from raycollect.weights.side_ranks import OwnRank
 from raycollect.weights.stream import Stream
 from raycollect.weights.subscription import Subscription, _Updates
-from tests.pure.weights.sides import AMONG, HERE, LAYOUTS, NAMES, V1
+from tests.pure.weights.sides import AMONG, HERE, KEY, LAYOUTS, NAMES, V1
 
 DONE = VersionRound(V1, Phase.DONE, frozenset())
 
@@ -59,7 +66,9 @@ def test_an_update_that_failed_raises_its_own_error_where_no_newer_version_can_b
     def finish(*args):
         raise VersionNotWholeError(name="policy", detail="its own")
 
-    sub = SimpleNamespace(_find=find, _finish=finish, _directory=SimpleNamespace(holders=lambda version: []))
+    sub = SimpleNamespace(
+        _ranks=None, _find=find, _finish=finish, _directory=SimpleNamespace(holders=lambda version: [])
+    )
     sub._job = lambda *args: Update(round=DONE, errors={}, tell=None, read=None)
     sub._directory.keep_layouts = lambda *_, **__: None
     sub._directory.post_holders = lambda version, holders: None
@@ -68,6 +77,37 @@ def test_an_update_that_failed_raises_its_own_error_where_no_newer_version_can_b
     updates.run()
     with pytest.raises(VersionNotWholeError):
         updates.receipts()
+
+
+def test_the_calling_process_is_called_after_the_other_receiver_groups(monkeypatch):
+    class Ref:
+        def future(self):
+            pass
+
+    called = []
+
+    def group(name, ranks):
+        def tell(*_):
+            called.append(name)
+            return Ref()
+
+        def job(*_):
+            return Update(round=protocol.begin_update(V1, 1), errors={}, tell=tell, read=None)
+
+        def finish(*_):
+            raise VersionTimeoutError(name="policy")
+
+        return SimpleNamespace(_ranks=ranks, _job=job, _finish=finish, _directory=there)
+
+    monkeypatch.setattr(ray, "wait", lambda refs, **_: ([], refs))
+    there = SimpleNamespace(holders=lambda _: [], keep_layouts=lambda *_, **__: None, post_holders=lambda *_: None)
+    handle = SimpleNamespace(key=KEY)
+    own, actors = OwnRank("subscribe", handle, LAYOUTS, None), Ranks("subscribe", [handle], LAYOUTS, None)
+    groups = [group("own", own), group("first", actors), group("second", actors)]
+    updates = _Updates(groups, "latest", 1.0, V1, (), ())
+    updates.run()
+    assert called == ["first", "second", "own"]
+    assert sorted(updates.errors) == [0, 1, 2]
 
 
 def test_a_part_is_asked_of_those_who_have_sealed_it():
