@@ -38,7 +38,7 @@ LENT = Codec[_Lent](_Lent, "place of boxes")
 """Where lent boxes lie, as from `located`, and whether the value is frozen; None: the bytes follow."""
 
 DELTAS = Codec[tuple[int | None, ...]](tuple[int | None, ...], "sizes of deltas")
-"""How many words the delta of each box has; None: the box itself follows."""
+"""How many words the delta of each box has; None: it has none, and nothing follows for it."""
 
 
 class Borrowed:
@@ -149,24 +149,26 @@ def take(
     return Borrowed(received)
 
 
-def describe_deltas(deltas: Sequence[delta.Delta | None], boxes: Sequence[Array]) -> tuple[bytes, list[memoryview]]:
-    """Returns the description of the deltas of boxes, or of the boxes without one, and their bytes."""
-    blobs = [[flat(box)] if some is None else some.blobs for some, box in zip(deltas, boxes, strict=True)]
+def describe_deltas(deltas: Sequence[delta.Delta | None]) -> tuple[bytes, list[memoryview]]:
+    """Returns the description of the deltas of boxes, and their bytes."""
     counts = tuple(None if some is None else len(some.words) for some in deltas)
-    return DELTAS.encode(counts), [blob for some in blobs for blob in some]
+    return DELTAS.encode(counts), [blob for some in deltas if some is not None for blob in some.blobs]
 
 
-def take_deltas(client: DataClient, description: bytes, into: Sequence[Array]) -> None:
-    """Reads the answer to a request for deltas from `into`, which become the boxes; raises ProtocolError."""
+def take_deltas(client: DataClient, description: bytes, into: Sequence[Array]) -> list[bool]:
+    """Reads the answer to a request for deltas from `into`, which become the boxes; raises ProtocolError.
+
+    Returns which of them have become the boxes. The others have no delta.
+    """
     counts = DELTAS.decode(description)
     if len(counts) != len(into):
         raise ProtocolError(detail=f"{len(counts)} deltas for {len(into)} boxes")
     encoded = [None if count is None else delta.empty(box, count) for box, count in zip(into, counts, strict=True)]
-    blobs = [[flat(box)] if some is None else some.blobs for some, box in zip(encoded, into, strict=True)]
-    _receive(client, [blob for some in blobs for blob in some])
+    _receive(client, [blob for some in encoded if some is not None for blob in some.blobs])
     for some, box in zip(encoded, into, strict=True):
         if some is not None:
             delta.apply(some, box)
+    return [some is not None for some in encoded]
 
 
 def empty(shape: tuple[int, ...], dtype: Any, *, in_arena: bool) -> Array:

@@ -164,8 +164,8 @@ def read_deltas(
     actor: str,
     incarnation: str = "",
     timeout_s: float = 60.0,
-) -> int:
-    """Reads boxes of the tensors of a key, as deltas where these are smaller; any thread may call it.
+) -> tuple[list[bool], int]:
+    """Reads the boxes of the tensors of a key whose deltas are smaller, as deltas; any thread may call it.
 
     Args:
         address: The holder's.
@@ -178,20 +178,19 @@ def read_deltas(
         timeout_s: How long to wait, in seconds.
 
     Returns:
-        The bytes that arrived.
+        Which boxes arrived, and their bytes.
 
     Raises:
         RaycollectError: As `fetch`; also if the holder does not have the tensors under `since`.
     """
 
-    def take(client: DataClient, answer: Any, *_: Any) -> int:
-        boxes.take_deltas(client, _expect(answer, Fetched).description, into)
-        return int(answer.blob_nbytes)
+    def take(client: DataClient, answer: Any, *_: Any) -> tuple[list[bool], int]:
+        return boxes.take_deltas(client, _expect(answer, Fetched).description, into), int(answer.blob_nbytes)
 
     with _answering("read", key, actor, incarnation):
         message = Read(key=key, boxes=[box[:3] for box in wanted], since=since)
-        nbytes: int = _clients.request(address, message, time.monotonic() + timeout_s, take)
-        return nbytes
+        arrived: tuple[list[bool], int] = _clients.request(address, message, time.monotonic() + timeout_s, take)
+        return arrived
 
 
 def free(address: Address, keys: list[Key], *, actor: str, incarnation: str = "") -> int:
@@ -384,7 +383,7 @@ def _serve_deltas(link: DataLink, store: Store, message: Read) -> None:
             threads.once(memo, (_serve_deltas, message.key, *box), partial(delta.encode, some, other))
             for box, some, other in zip(message.boxes, before, after, strict=True)
         ]
-        described, blobs = boxes.describe_deltas(encoded, after)
+        described, blobs = boxes.describe_deltas(encoded)
         link.send(Fetched(description=described, blob_nbytes=sum(blob.nbytes for blob in blobs)), blobs)
 
 

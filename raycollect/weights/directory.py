@@ -208,11 +208,12 @@ class VersionDirectory(_Records):
         self.keep_layouts(epoch)
         return signature
 
-    def keep_layouts(self, epoch: int, listed: Collection[Listed] = ()) -> None:
+    def keep_layouts(self, epoch: int, listed: Collection[Listed] = (), *, is_hint: bool = False) -> None:
         """Writes the layouts that this process posted, if an epoch does not have them; `listed` are there."""
+        most_s = _HINT_S if is_hint else _TIMEOUT_S
         for signature, packed in self._own.items():
             if (epoch, signature) not in listed:
-                self._put(_layouts_at(epoch, signature), packed, overwrite=False)
+                self._put(_layouts_at(epoch, signature), packed, overwrite=False, most_s=most_s)
 
     def layouts(self, signature: bytes, epoch: int) -> Layouts | None:
         """Returns the layouts of a signature; None if unknown."""
@@ -224,15 +225,17 @@ class VersionDirectory(_Records):
             self._layouts[signature] = {name: Layout.from_bytes(layout) for name, layout in encoded.items()}
         return self._layouts[signature]
 
-    def listed(self) -> tuple[int, frozenset[Listed]]:
-        """Returns the newest epoch, 0 for none, and which layouts are there."""
-        epoch, layouts = 0, set[Listed]()
+    def listed(self) -> tuple[int, frozenset[Listed], frozenset[tuple[int, int]]]:
+        """Returns the newest epoch, 0 for none, which layouts are there, and which versions have records."""
+        epoch, layouts, versions = 0, set[Listed](), set[tuple[int, int]]()
         for kind, _, rest in (name.partition("/") for name in self._names("")):
             if kind == "epochs":
                 epoch = max(epoch, int(rest))
             elif kind == "layouts":
                 layouts.add((int(rest[:8]), bytes.fromhex(rest[9:])))
-        return epoch, frozenset(layouts)
+            elif kind == "versions":
+                versions.add(_number_of(rest.partition("/")[0]))
+        return epoch, frozenset(layouts), frozenset(versions)
 
     def all_layouts(self, listed: Iterable[Listed]) -> dict[bytes, Layouts]:
         """Returns the listed layouts of all sides, in order of their signatures."""

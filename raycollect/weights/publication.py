@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
@@ -84,6 +84,20 @@ def publish(
     return Publication(refs, name, layout, lock, dtype)
 
 
+class _Put(NamedTuple):
+    """A version that was put. It is one value, as another thread may push meanwhile.
+
+    Attributes:
+        version: The version.
+        held: The ranks, as its holders.
+        listed: The layouts in the directory, as of this put; None before the first one.
+    """
+
+    version: Version
+    held: Sequence[Holder] = ()
+    listed: frozenset[Listed] | None = None
+
+
 class Publication(WeightSide, BoundToProcess):
     """A publisher's side; see `publish`. It may be used as a context, which closes it.
 
@@ -112,10 +126,9 @@ class Publication(WeightSide, BoundToProcess):
             pass
         self._cut: tuple[frozenset[bytes], tuple[Atom, ...]] = (frozenset(), ())
         self._places: dict[int, Atoms] = {}
-        # The last version that was put; the last with a used number, even if its record is lost; the one before that
-        self._last = self._used = self._before = Version(self.epoch, 0)
-        self._held: list[Holder] = []  # the ranks, as holders of the last version, until it is pushed
-        self._listed: frozenset[Listed] | None = None  # the layouts in the directory, as of the last put
+        # The last version with a used number, even if its record is lost, and the one before that
+        self._used = self._before = Version(self.epoch, 0)
+        self._last = self._pushed = _Put(self._used)
         self._opened()
 
     def _check_free(self) -> None:
@@ -201,9 +214,10 @@ class Publication(WeightSide, BoundToProcess):
             expected = f"above {self._used.number}, and below {_MOST_NUMBER}"
             raise refusal("put", "", (wrong_argument("version", shown(version), expected),))
         groups = self._checked_groups("stream", subscriptions)
-        if self._listed is None:  # a later put knows the receivers that the put before it has found
-            _, self._listed = self._directory.listed()
-        readers = self._directory.all_layouts(self._listed)
+        listed = self._last.listed  # a later put knows the receivers that the put before it has found
+        if listed is None:
+            _, listed, _ = self._directory.listed()
+        readers = self._directory.all_layouts(listed)
         readers |= {group._signature: group._ranks.layouts for group in groups}
         if frozenset(readers) != self._cut[0]:
             self._cut = frozenset(readers), atoms.cut(self._ranks.layouts, readers.values())
@@ -235,9 +249,9 @@ class Publication(WeightSide, BoundToProcess):
 
     def _forget_overwritten(self) -> None:
         """Removes the version before the last, which the actors drop."""
-        before, self._before = self._before, Version(self.epoch, 0)
-        if before.number:
-            self._directory.forget(before)
+        if self._before.number:
+            self._directory.forget(self._before)
+            self._before = Version(self.epoch, 0)
 
     def _finish(self, job: Job, timeout_s: float, keys: Mapping[int, Key], among: Sequence[Atom]) -> None:
         """Posts the version of a put that has ended; raises the errors of `put`."""
@@ -266,16 +280,19 @@ class Publication(WeightSide, BoundToProcess):
         self._before, self._used = self._used, version
         held = [self._holder(rank, keys[rank]) for rank in range(len(self._ranks))]
         self._directory.post_version(version, held)
-        newest, self._listed = self._directory.listed()
+        newest, listed, numbers = self._directory.listed()
         if newest > self.epoch:
             self._directory.forget(version)
             raise PublisherReplacedError(name=self.name, version=str(version), detail=f"epoch {newest} has begun")
         if newest < self.epoch:  # the directory was lost
             self._directory.keep_epoch(self.epoch, ray_session.worker_id())
-        self._directory.keep_layouts(self.epoch, self._listed)
-        if not self._last.number:
+        self._directory.keep_layouts(self.epoch, listed)
+        if not self._last.version.number:
             self._directory.forget_before(version)
-        self._last, self._held = version, held
+        for number in numbers:  # of a late update's holders, for example
+            if number < (self.epoch, self._before.number):
+                self._directory.forget(Version(*number))
+        self._last = _Put(version, held, listed)
 
     def push(self, subscriptions: Sequence[Subscription], *, timeout_s: float = 60.0) -> list[Receipt]:
         """Updates receiver groups that this process drives to the newest version, all at once; see `update`.
@@ -287,10 +304,12 @@ class Publication(WeightSide, BoundToProcess):
         """
         refuse("push", wrong_time_limit(timeout_s, also=(0,)))
         groups = self._checked_groups("push", subscriptions)
-        if not self._last.number:
+        last = self._last
+        if not last.version.number:
             return update_all(groups, "latest", timeout_s)
-        held, self._held = self._held, []  # later pushes find the receivers of this one
-        return update_all(groups, "latest", timeout_s, resolved=self._last, held=held, listed=self._listed or ())
+        held = () if last is self._pushed else last.held  # later pushes find the receivers of this one
+        self._pushed = last
+        return update_all(groups, "latest", timeout_s, resolved=last.version, held=held, listed=last.listed or ())
 
     def close(self) -> None:
         """Ends the publication: from now on only receivers that know of a version can read it from each other."""
@@ -330,4 +349,5 @@ class Publication(WeightSide, BoundToProcess):
         )
 
     def __repr__(self) -> str:
-        return f"<Publication {self.name!r}, epoch {self.epoch}, {len(self._ranks)} ranks, version {self._last.number}>"
+        number = self._last.version.number
+        return f"<Publication {self.name!r}, epoch {self.epoch}, {len(self._ranks)} ranks, version {number}>"

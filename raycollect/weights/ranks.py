@@ -67,6 +67,7 @@ class Ranks:
     Attributes:
         layouts: The layouts of the versions.
         held_layouts: The layouts of the tensors, which only differ in the dtype.
+        overlapping: The ranks of actors whose methods overlap, from `check` on. Calls to them can overtake each other.
     """
 
     def __init__(self, op: str, handles: Sequence[Handle], layouts: Layouts, lock: Any, dtype: str = "") -> None:
@@ -79,12 +80,17 @@ class Ranks:
             for name, layout in layouts.items()
         }
         self._lock = lock
-        self._overlapping: frozenset[int] = frozenset()  # the ranks of actors whose methods overlap, from `check` on
+        self._overlapping: frozenset[int] = frozenset()
         self.members: list[Holder] = []  # their processes, from `attach` on
         self.shown: list[Version | None] = []  # the versions that they showed then
 
     def __len__(self) -> int:
         return len(self.handles)
+
+    @property
+    def overlapping(self) -> frozenset[int]:
+        """See the class."""
+        return self._overlapping
 
     def call(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function in a rank's process, in order of these calls; returns a ref of the result."""
@@ -150,7 +156,7 @@ class Ranks:
     def late_error(self, name: str, job: Job, timeout_s: float, *, is_shown: bool = False) -> VersionTimeoutError:
         """Builds the error of a round for which ranks were late, with their reports."""
         waited = {rank: error for rank, error in job.errors.items() if isinstance(error, CollectiveTimeoutError)}
-        late = tuple(sorted(job.round.waiting if job.is_late else waited))
+        late = tuple(sorted(job.unanswered if job.is_late else waited))
         who = ", ".join(f"{rank} ({self.members[rank].actor})" for rank in late)
         detail = f"after {timeout_s:g} s these had not arrived: rank {who}"
         return VersionTimeoutError(
@@ -227,6 +233,11 @@ class Job:
         """Whether a rank has waited for readers of its memory until the time limit."""
         return any(isinstance(error, CollectiveTimeoutError) for error in self.errors.values())
 
+    @property
+    def unanswered(self) -> frozenset[int]:
+        """The ranks that were called and have not answered."""
+        return self.round.waiting
+
     def end_late(self) -> None:
         """Fails the round because the time limit has passed."""
         if not self.round.is_over:
@@ -253,6 +264,14 @@ class Update(Job):
     after: Mapping[int, int] = field(default_factory=dict)
     staged: dict[int, tuple[RankReceipt, tuple[Key, ...]]] = field(default_factory=dict)
     holders: list[Holder] = field(default_factory=list)
+
+    @property
+    def unanswered(self) -> frozenset[int]:
+        """See `Job`; a rank that stages after another one is called once that one has staged."""
+        waiting = self.round.waiting
+        if self.round.is_shown:
+            return waiting
+        return frozenset(rank for rank in waiting if self.after.get(rank) not in waiting)
 
     def heard(self, rank: int, ref: Any) -> RankEvent:
         """Returns the event of a rank's answer; raises the errors of `ray.get`."""

@@ -97,6 +97,8 @@ def deltas(
 ) -> tuple[dict[Atom, Array], int]:
     """Reads atoms as deltas, and returns their elements, which are not verified, and the bytes that arrived.
 
+    Atoms without a smaller delta are left out, so that receivers are asked for them before publishers of other hosts.
+
     Args:
         version: The version.
         holder: The holder.
@@ -117,7 +119,7 @@ def deltas(
             copies[atom] = copy
     if not copies:
         return {}, 0
-    nbytes = fetch.read_deltas(
+    have_arrived, nbytes = fetch.read_deltas(
         holder.address,
         holder.key,
         _boxes(places, copies, version),
@@ -127,7 +129,7 @@ def deltas(
         incarnation=holder.incarnation,
         timeout_s=timeout_s,
     )
-    return copies, nbytes
+    return {atom: copies[atom] for atom, has_arrived in zip(copies, have_arrived, strict=True) if has_arrived}, nbytes
 
 
 def in_threads(get: Callable[[list[Atom]], Arrived], requests: Sequence[list[Atom]]) -> list[Arrived]:

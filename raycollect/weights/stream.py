@@ -108,7 +108,10 @@ class Stream(BoundToProcess):
         self._pump(0.0)
 
     def part(self, *names: str) -> None:
-        """Makes tensors a part, after the actors' methods that were called before; raises as `call`."""
+        """Makes tensors a part, after the actors' methods that were called before; raises as `call`.
+
+        Waits for actors whose methods overlap, as their calls have no order.
+        """
         held = [self._publication._ranks.keys(rank) for rank in range(len(self._publication._ranks))]
         unknown = [name for name in names if not isinstance(name, str) or not any(name in keys for keys in held)]
         if unknown or not names:
@@ -119,6 +122,7 @@ class Stream(BoundToProcess):
                 if mine:
                     ref = self._publication._ranks.call(rank, agent.seal_part, *self._of(rank), mine)
                     self._sealing[rank].append((ref, False))
+            self._await_overlapping()
         self._pump(0.0)
 
     def commit(self, *, timeout_s: float = 60.0) -> list[Receipt]:
@@ -159,6 +163,14 @@ class Stream(BoundToProcess):
         with self._publication._one_at_a_time("stream", ATTACH_S, time.monotonic() + ATTACH_S):
             self._check_first()
             yield
+
+    def _await_overlapping(self) -> None:
+        """Waits for ranks whose methods overlap: the next call, of any stream or put, could overtake this one."""
+        until_s = time.monotonic() + ATTACH_S
+        while any(self._sealing[rank] for rank in self._publication._ranks.overlapping):
+            if not self._pump(max(until_s - time.monotonic(), 0.0)):
+                self._job.end_late()
+                return
 
     def _check_first(self) -> None:
         """Raises if another version was put since, which a part would overwrite."""

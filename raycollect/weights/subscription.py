@@ -48,7 +48,7 @@ from raycollect.weights.protocol import (
 from raycollect.weights.ranks import ATTACH_S, Job, Ranks, Update, drive, why_over, wrong_name
 from raycollect.weights.receipts import Receipt
 from raycollect.weights.side import WeightSide
-from raycollect.weights.side_ranks import ranks_of
+from raycollect.weights.side_ranks import OwnRank, ranks_of
 from raycollect.weights.turns import Turns
 
 
@@ -373,7 +373,9 @@ class _Updates:
     def run(self) -> None:
         """Updates the groups that have not failed."""
         todo: dict[int, Version] = {}
-        for at, subscription in enumerate(self.subscriptions):
+        own = {at: isinstance(group._ranks, OwnRank) for at, group in enumerate(self.subscriptions)}
+        for at in sorted(own, key=own.__getitem__):  # own ranks last, as they stage while they are called
+            subscription = self.subscriptions[at]
             if at not in self.errors:
                 with self.failing(at):
                     todo[at] = self.resolved or subscription._find(self.wanted)
@@ -422,7 +424,7 @@ class _Updates:
         """Posts layouts that the directory has lost, or does not have in an epoch."""
         for at, version in versions.items():
             with suppress(VersionError):  # without the layouts others can't read from these receivers
-                self.subscriptions[at]._directory.keep_layouts(version.epoch, self.listed)
+                self.subscriptions[at]._directory.keep_layouts(version.epoch, self.listed, is_hint=True)
 
     def _newer(self, subscription: Subscription) -> Version | None:
         """Returns the latest version if that was asked for; None if it can't be found."""

@@ -25,7 +25,7 @@ class Read(Message, frozen=True, kw_only=True):
     """Requests boxes of the tensors under `key`; answered by `Fetched`, with boxes instead of tensors, or `Failed`.
 
     A box is the index of its tensor, and the position of its first element and its size per dimension. With `since`,
-    the answer has the boxes' deltas from the tensors under that key, where these are smaller.
+    the answer has the boxes' deltas from the tensors under that key, where these are smaller, and no other boxes.
     """
 
     boxes: list[tuple[int, tuple[int, ...], tuple[int, ...]]]

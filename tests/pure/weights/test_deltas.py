@@ -138,6 +138,17 @@ def test_a_receiver_with_another_base_reads_the_whole(
     assert world.is_same(mine)
 
 
+def test_another_receiver_is_asked_before_the_publisher_where_there_is_no_delta(world: World) -> None:
+    receiver = world.receiver(_tensors())
+    world.brings(receiver)
+    world.step(1)
+    version, holders = world.put()
+    holder, places = holders[0]
+    gone = structs.replace(holder, key=Key(bytes(28)), is_publisher=False)
+    assert receiver.stage(version, [(gone, places), *holders], 10.0).nbytes == NBYTES
+    assert receiver.stale_holders == (gone.key,)
+
+
 def test_only_the_tensor_that_a_method_has_written_is_read_whole(world: World) -> None:
     mine = _tensors()
     receiver = world.receiver(mine)
@@ -216,8 +227,9 @@ def test_a_rank_lends_what_arrived_until_it_is_shown(world: World) -> None:
     receipt = leader.stage(version, sharing.holders(0), 10.0, lends=True)
     assert receipt.nbytes < MOST
     sharing.staged(0, leader.loan, receipt.digests)
-    world.source.close()  # nobody else has it
-    follower.stage(version, sharing.holders(1), 10.0)
+    lender, (publisher, places) = sharing.holders(1)
+    no_delta = {atom: place for atom, place in places.items() if atom[0] == "c"}  # lent to both, in one process
+    follower.stage(version, [lender, (publisher, no_delta)], 10.0)
     assert leader.show(version)
     assert follower.show(version)
     assert world.is_same(mine)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -19,12 +21,12 @@ from raycollect.errors import (
     VersionTimeoutError,
 )
 from raycollect.ray_bridge import ray_cluster, ray_session
-from raycollect.weights import directory
+from raycollect.weights import directory, publication
 from raycollect.weights.directory import Holder, VersionDirectory, sweep
 from raycollect.weights.protocol import Phase, Version, VersionRound
 from raycollect.weights.publication import Publication
 from raycollect.weights.ranks import Job, Ranks
-from raycollect.weights.subscription import Subscription
+from raycollect.weights.subscription import Subscription, _Updates
 from raycollect.weights.turns import Turns
 
 LAYOUTS = {"w": col.layout([4], mesh={"tp": 1}, spec=())}
@@ -173,6 +175,25 @@ def test_a_store_that_does_not_answer_is_told_of_and_whose_time_is_over(make_sto
     assert timeouts[1] == 30.0
 
 
+def test_an_update_waits_for_the_store_only_as_long_as_for_a_hint(make_store, monkeypatch):
+    store, timeouts = make_store(), []
+    there = VersionDirectory("policy")
+    there.post_layouts(LAYOUTS, 1)
+
+    def put(key, value, overwrite, namespace, timeout):
+        timeouts.append(timeout)
+        raise RuntimeError("Deadline Exceeded")
+
+    def job(*_):
+        raise VersionError(name="policy")
+
+    monkeypatch.setattr(store, "internal_kv_put", put)
+    sub = SimpleNamespace(_directory=there, _job=job, _ranks=Ranks("subscribe", [], LAYOUTS, None))
+    version = Version(1, 1)
+    _Updates([sub], version, 60.0, version, (), ()).run()
+    assert timeouts == [2.0]
+
+
 def publication_of_epoch_1():
     """A publication without ranks, whose epoch is in the directory."""
     pub = Publication.__new__(Publication)
@@ -181,9 +202,64 @@ def publication_of_epoch_1():
     pub._directory = VersionDirectory("policy")
     pub._directory.keep_epoch(1, "p")
     pub._cut, pub._places = (frozenset(), ()), {}
-    pub._last = pub._used = pub._before = Version(1, 0)
-    pub._listed = None
+    pub._used = pub._before = Version(1, 0)
+    pub._last = pub._pushed = publication._Put(pub._used)
     return pub
+
+
+def test_only_the_two_newest_versions_have_records(make_store, monkeypatch):
+    store = make_store()
+    pub, there = publication_of_epoch_1(), VersionDirectory("policy")
+
+    def put(number):
+        pub._forget_overwritten()
+        pub._post(Version(1, number), {})
+
+    def fail(*_, **__):
+        raise RuntimeError("Deadline Exceeded")
+
+    def numbers():
+        return sorted(number for _, number in there.listed()[2])
+
+    for number in (1, 2, 3):
+        put(number)
+    with monkeypatch.context() as patch, pytest.raises(VersionError):
+        patch.setattr(store, "internal_kv_del", fail)
+        put(4)
+    put(4)
+    assert numbers() == [3, 4]
+    holds(there, Version(1, 1), "late")
+    assert numbers() == [1, 3, 4]
+    put(5)
+    assert numbers() == [4, 5]
+
+
+@pytest.mark.parametrize("line", range(8))
+def test_a_push_beside_a_put_names_the_holders_of_its_own_version(make_store, monkeypatch, line):
+    """`line`: that of `push` before which another thread puts."""
+    make_store()
+    pub, lines = publication_of_epoch_1(), count()
+    pub._ranks.handles, pub._ranks.members = [None], [holder("trainer", is_publisher=True)]
+    monkeypatch.setattr(publication, "update_all", lambda *_, resolved, held, **__: (resolved, held))
+
+    def post(number):
+        pub._post(Version(1, number), {0: Key(b"%d" % number)})
+
+    def put_beside(frame, event, _):
+        if frame.f_code is Publication.push.__code__:
+            if event == "line" and next(lines) == line:
+                post(2)
+            return put_beside
+        return None
+
+    post(1)
+    before = sys.gettrace()
+    sys.settrace(put_beside)
+    try:
+        version, held = pub.push([])
+    finally:
+        sys.settrace(before)
+    assert [each.key for each in held] == [b"%d" % version.number]
 
 
 @pytest.mark.parametrize("step", range(2))  # before the version is posted, and after

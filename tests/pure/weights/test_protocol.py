@@ -206,7 +206,7 @@ def test_replicas_that_differ_are_not_published():
 
 def test_whatever_keeps_a_group_from_a_version_the_others_have_it_and_all_is_told(monkeypatch):
     class Group:
-        name = "policy"
+        name, _ranks = "policy", None
 
         def __init__(self, outcome):
             self.outcome, self._id, self._turns = outcome, str(id(self)), Turns("policy")
