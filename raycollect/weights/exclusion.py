@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -97,11 +97,15 @@ class Exclusion:
         try:
             hold(manager, partial(_call, action, outcome), outcome.cancel, limit_s)
         except Exception as exc:
-            if outcome.done() and not outcome.cancelled() and outcome.exception() is exc:
-                raise
             if not outcome.cancelled():
+                if outcome.done():
+                    outcome.result()  # what the function raised comes first
                 detail = f"{self._words} raised {threads.cause_of(exc)}"
                 raise VersionError(name="", rank=self._rank, detail=detail) from exc
+        except BaseException:  # such as Ctrl-C
+            if not outcome.cancel():
+                wait([outcome])  # a copy that has begun is completed
+            raise
         if outcome.cancel():  # it has not begun
             detail = f"waited {limit_s:.3g} s for {self._words}"
             raise CollectiveTimeoutError(timeout_s=limit_s, detail=detail)
@@ -132,9 +136,8 @@ def _call(action: Callable[[], _Result], outcome: Future[_Result]) -> None:
     if outcome.set_running_or_notify_cancel():
         try:
             outcome.set_result(action())
-        except BaseException as exc:
+        except BaseException as exc:  # noqa: BLE001 - raised by `run`: the lock must not see it
             outcome.set_exception(exc)
-            raise
 
 
 def _hold(manager: Any, call: Callable[[], None], give_up: Callable[[], bool], limit_s: float) -> None:
@@ -163,16 +166,20 @@ def _hold_in_loop(
     """Calls a function in a helper thread while a coroutine of an event loop holds a lock; see `_hold`."""
 
     async def hold() -> None:
-        task: Any = asyncio.current_task()
-        timer = loop.call_later(limit_s, lambda: give_up() and task.cancel())
-        try:
-            async with manager:
-                await threads.awaitable(call)
-        finally:
-            timer.cancel()
+        async with manager:
+            called = threads.awaitable(call)
+            while not called.done():
+                try:
+                    await asyncio.shield(called)
+                except asyncio.CancelledError:  # as the loop ends: a copy that has begun is completed
+                    give_up()
 
-    with suppress(CancelledError):  # by the timer
-        asyncio.run_coroutine_threadsafe(hold(), loop).result()
+    held = asyncio.run_coroutine_threadsafe(hold(), loop)
+    if threads.has_ended(held, limit_s) or not give_up():
+        with suppress(CancelledError):  # others have cancelled it
+            held.result()
+    else:
+        held.cancel()
 
 
 def _is_manager(value: Any) -> bool:
