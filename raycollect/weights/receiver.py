@@ -11,6 +11,7 @@ from typing import Any
 from raycollect.backends.arrays import Array, box_of
 from raycollect.backends.elements import convert, converted
 from raycollect.core.model import Key
+from raycollect.core.signals import Deferred
 from raycollect.errors import (
     RaycollectError,
     RefusedError,
@@ -221,10 +222,11 @@ class Receiver:
         if differing:
             with self._here.store.writing(self._side.memory(), limit_s=limit_s):
                 self._served.withdraw(self._here.store)
-                for atom in differing:
-                    for box, element in self._boxes(atom, self._next[atom], live):
-                        convert(box, element)
-                self._side.wrote(self._here.store, {name for name, _ in differing})
+                with Deferred():  # a handler that raises would leave a mix of two versions
+                    for atom in differing:
+                        for box, element in self._boxes(atom, self._next[atom], live):
+                            convert(box, element)
+                    self._side.wrote(self._here.store, {name for name, _ in differing})
 
     def _boxes(self, atom: Atom, array: Array, live: list[Array]) -> Iterator[tuple[Array, Array]]:
         """Yields the parts of an atom: the box of a tensor, and its elements as they were put."""

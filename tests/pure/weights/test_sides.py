@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+import threading
 import time
 import tracemalloc
 from types import SimpleNamespace
@@ -12,6 +15,7 @@ import ray
 from ray.exceptions import RayTaskError
 
 from raycollect.backends import arrays
+from raycollect.backends.elements import convert
 from raycollect.errors import (
     LayoutError,
     PublisherReplacedError,
@@ -181,6 +185,32 @@ def test_what_a_receiver_has_verified_stays_as_it_is_while_other_versions_are_pu
     assert dst.stage(last, [holder(key)], 1.0).nbytes == 3 * NBYTES
     assert dst.show(last)
     assert all((array == 5).all() for array in mine.values())
+
+
+def test_an_interrupt_leaves_one_whole_version(here):
+    src, mine = source(here, tensors(1)), tensors(0)
+    dst = receiver(here, mine)
+    key, digests = src.seal(V1, AMONG, b"1")
+    whole, writes = replace(V1, digests=digests), 0
+    dst.stage(whole, [holder(key)], 1.0)
+
+    def profile(frame, event, arg):
+        nonlocal writes
+        if event == "call" and frame.f_code is convert.__code__:
+            writes += 1
+            if writes == 2:
+                signal.raise_signal(signal.SIGINT)
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            dst.show(whole)
+    finally:
+        sys.setprofile(before)
+    assert writes == len(NAMES)
+    assert all((array == 1).all() for array in mine.values())
+    assert dst.show(whole)
 
 
 def test_a_version_is_served_until_another_one_is_written(here):
