@@ -8,12 +8,14 @@ excludes methods (`Exclusion`). `pos.fetch` serves reads of other processes whil
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from raycollect.core import threads
@@ -33,7 +35,7 @@ from raycollect.member.runtime import Runtime, this_runtime
 from raycollect.pos import Container, Range, held
 from raycollect.weights.atoms import Layouts
 from raycollect.weights.directory import Holder, Holders
-from raycollect.weights.exclusion import Exclusion
+from raycollect.weights.exclusion import Exclusion, running_loop
 from raycollect.weights.hosts import Loan
 from raycollect.weights.local_side import LocalSide
 from raycollect.weights.protocol import Atom, Digests, Version, shown_by_all
@@ -50,6 +52,7 @@ class _Agents:
 
     def __init__(self, runtime: Runtime) -> None:
         self.lock = threading.Lock()
+        self.own_calls = threading.RLock()  # held during a call for own tensors; a signal handler may make another one
         self.sources: dict[str, tuple[int, dict[int, Source]]] = {}  # by name: the epoch, and by rank
         self.receivers: dict[str, dict[int, Receiver]] = {}  # by subscription and rank
         self.thread = threads.pool("raycollect-weights", 1)
@@ -96,6 +99,26 @@ def _called(function: Callable[..., Any], *args: Any) -> Any:
         raise
     except Exception as exc:
         raise threads.failed("a call for weights", exc) from exc
+
+
+def in_own_process(process: OwnProcess, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls one of these functions in the calling thread, after the calls of other threads have ended.
+
+    An event loop does not wait to close a side, as the other call may need the loop to release its lock: a helper
+    thread closes the side.
+    """
+    turn = this_runtime().part(_Agents, _Agents).own_calls
+    never_waits = function in (detach_source, detach_receiver) and running_loop() is not None
+    if never_waits and not turn.acquire(blocking=False):
+        context = contextvars.copy_context()
+        threads.call_in_helper(threads.survives, partial(context.run, in_own_process, process, function, *args))
+        return None
+    try:
+        with turn:
+            return function(process, *args)
+    finally:
+        if never_waits:
+            turn.release()
 
 
 def check_side(

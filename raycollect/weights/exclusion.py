@@ -123,7 +123,7 @@ class Exclusion:
 
     def _free_loop(self) -> asyncio.AbstractEventLoop:
         """Returns the event loop in which a coroutine can hold a lock while this thread waits."""
-        if self._loop is not None and _running_loop() is not self._loop:
+        if self._loop is not None and running_loop() is not self._loop:
             return self._loop
         actual = f"a lock of asyncio {'without an event loop' if self._loop is None else 'in a call of its event loop'}"
         expected = "a lock of threading" if self._loop is None else "await asyncio.to_thread(...) of this call"
@@ -186,7 +186,8 @@ def _is_manager(value: Any) -> bool:
     return hasattr(value, "__enter__") or hasattr(value, "__aenter__")
 
 
-def _running_loop() -> asyncio.AbstractEventLoop | None:
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """Returns the event loop that runs in the calling thread; None if none does."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -26,6 +25,7 @@ from raycollect.pos.handle import Handle
 from raycollect.ray_bridge import ray_actors
 from raycollect.weights import agent
 from raycollect.weights.atoms import Layouts
+from raycollect.weights.exclusion import running_loop
 from raycollect.weights.ranks import Ranks
 
 
@@ -67,20 +67,16 @@ class ActorRanks(Ranks):
 
 
 class OwnRank(Ranks):
-    """The only rank of a side, which is the calling process; calls run at once, in the calling thread."""
+    """The only rank of a side, which is the calling process; calls run in the calling thread, one at a time."""
 
     def __init__(self, op: str, handle: Handle, *args: Any) -> None:
         super().__init__(op, [handle], *args)
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
-            loop = None
-        self._process = agent.OwnProcess(loop)
+        self._process = agent.OwnProcess(running_loop())
 
     def call(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """See `Ranks`."""
         try:
-            result = function(self._process, *args)
+            result = agent.in_own_process(self._process, function, *args)
         except Exception as exc:  # noqa: BLE001 - raised where the ref is read, as by a task
             result = RayTaskError(function.__name__, "", exc)
         return ray.put(result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import sys
 import threading
@@ -48,6 +49,7 @@ from tests.pure.weights.sides import (
     tensors,
 )
 from tests.support.values import replace
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -452,6 +454,36 @@ def test_in_place_in_another_byte_order(here):
     dst.stage(replace(V1, digests=digests), [holder(key)], 1.0)
     assert dst.show(V1)
     assert all((tensor == 1).all() for tensor in mine.values())
+
+
+@pytest.mark.usefixtures("held_here")
+def test_a_side_of_own_tensors_is_closed_between_two_calls(here):
+    def close():
+        with entered(here):
+            agent.in_own_process(OWN, agent.detach_receiver, "sub")
+        is_closed.set()
+
+    def update(process):
+        agent.in_own_process(process, lambda _: None)  # as a signal handler does
+        closing.start()
+        assert not is_closed.wait(0.1)
+        return agent.shown("sub")[0]
+
+    async def in_a_loop(process):
+        await asyncio.to_thread(asyncio.run, close_in_loop())
+        return agent.shown("sub")[0]
+
+    async def close_in_loop():
+        close()
+
+    agent.attach_receiver(OWN, "policy", "sub", KEY, LAYOUTS, 0, False)
+    is_closed, closing = threading.Event(), threading.Thread(target=close)
+    assert agent.in_own_process(OWN, update)
+    closing.join()
+    assert not agent.shown("sub")[0]
+    agent.attach_receiver(OWN, "policy", "sub", KEY, LAYOUTS, 0, False)
+    assert agent.in_own_process(OWN, lambda process: asyncio.run(in_a_loop(process)))
+    assert wait_until(lambda: not agent.shown("sub")[0])
 
 
 def test_an_actor_of_two_ranks_shows_a_version_when_both_do(here, held_here):
