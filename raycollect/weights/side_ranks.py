@@ -58,8 +58,8 @@ class ActorRanks(Ranks):
 
     def items(self, rank: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """See `Ranks`."""
-        if rank in self._overlapping:
-            expected = "put(): an actor whose methods overlap streams no parts"
+        if rank in self._overlapping or self._lock is not None:
+            expected = "put(), or part(): an actor whose methods overlap, or with a lock, streams no methods"
             violation = Violation(kind="unsupported", rank=rank, field="stream.call", found="called", expected=expected)
             raise refusal(self.op, "", (violation,))
         method = self._actors[rank]._raycollect_items

@@ -21,6 +21,7 @@ from raycollect.errors import (
     LayoutError,
     PublisherReplacedError,
     TensorDirtyError,
+    UnsupportedError,
     VersionDirtyError,
     VersionNotPutError,
     VersionNotWholeError,
@@ -32,6 +33,7 @@ from raycollect.pos import Container, fetch
 from raycollect.weights import agent, atoms
 from raycollect.weights.ranks import Ranks
 from raycollect.weights.receiver import Receiver
+from raycollect.weights.side_ranks import ActorRanks
 from raycollect.weights.source import Source
 from tests.pure.participants import entered, participant
 from tests.pure.weights.sides import (
@@ -545,6 +547,11 @@ def test_a_side_of_which_one_rank_refuses_is_ended_on_all(monkeypatch):
         side.attach(agent.attach_receiver, lambda rank: (), (agent.drop_receiver, "sub"))
     assert called[2:] == [(0, agent.drop_receiver, "sub"), (1, agent.drop_receiver, "sub")]
     assert retrieved == [0, 1]
+
+
+def test_methods_of_actors_with_a_lock_are_not_streamed():
+    with pytest.raises(UnsupportedError):
+        ActorRanks("publish", [], [], LAYOUTS, "lock").items(0, agent.seal_parts)
 
 
 def test_who_is_dropped_serves_nothing_and_refuses_what_it_refused(here, held_here):
