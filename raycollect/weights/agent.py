@@ -21,6 +21,7 @@ from typing import Any, cast
 from raycollect.core import threads
 from raycollect.core.model import Key
 from raycollect.errors import (
+    CollectiveTimeoutError,
     PublisherReplacedError,
     RaycollectError,
     TensorDirtyError,
@@ -306,12 +307,18 @@ def update(
 
     Returns:
         The results of `stage` and of `show`.
+
+    Raises:
+        CollectiveTimeoutError: The version was read too late to show it, or as `Receiver.show`.
     """
     receiver = _receiver(subscription, rank)
     with receiver.exclusion.guard():
         receipt = receiver.stage(version, holders, timeout_s)
         left_s = until_s - time.monotonic()
-        key = _show(receiver, version, left_s, is_fresh=receiver.exclusion.is_total) if left_s > 0 else None
+        if left_s <= 0:
+            detail = "read the version, and the time limit had passed"
+            raise CollectiveTimeoutError(timeout_s=timeout_s, detail=detail)
+        key = _show(receiver, version, left_s, is_fresh=receiver.exclusion.is_total)
     return receipt, receiver.stale_holders, key
 
 

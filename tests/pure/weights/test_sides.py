@@ -18,6 +18,7 @@ from ray.exceptions import RayTaskError
 from raycollect.backends import arrays
 from raycollect.backends.elements import convert
 from raycollect.errors import (
+    CollectiveTimeoutError,
     LayoutError,
     PublisherReplacedError,
     TensorDirtyError,
@@ -514,15 +515,19 @@ def test_tensors_that_a_failed_collective_has_left_dirty_are_subscribed_and_over
     assert (array == 1).all()
 
 
-@pytest.mark.parametrize("is_late", [False, True])
-def test_an_only_rank_shows_at_once_and_not_after_the_drivers_time(here, held_here, is_late):
+def test_an_only_rank_shows_at_once_and_not_after_the_drivers_time(here, held_here):
     key, digests = source(here, tensors(1)).seal(V1, AMONG, b"1")
     agent.attach_receiver(OWN, "policy", "sub", KEY, LAYOUTS, 0, False)
-    until_s = time.monotonic() + (-1 if is_late else 60)
-    receipt, _, served = agent.update(OWN, "sub", 0, replace(V1, digests=digests), [holder(key)], 1.0, until_s)
+    args = OWN, "sub", 0, replace(V1, digests=digests), [holder(key)], 1.0
+    with pytest.raises(CollectiveTimeoutError):
+        agent.update(*args, time.monotonic() - 1)
+    assert agent.shown("sub")[1] is None
+    assert not held_here["a"].any()
+    receipt, _, served = agent.update(*args, time.monotonic() + 60)
     assert receipt.digests == digests
-    assert ((served is None), agent.shown("sub")[1]) == ((True, None) if is_late else (False, V1))
-    assert bool(held_here["a"].any()) is not is_late
+    assert served is not None
+    assert agent.shown("sub")[1] == V1
+    assert held_here["a"].all()
 
 
 def test_a_side_of_which_one_rank_refuses_is_ended_on_all(monkeypatch):
