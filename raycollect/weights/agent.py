@@ -257,7 +257,8 @@ def attach_receiver(
     If the other group has the same form, its receiver is taken over with its state.
     """
     member, exclusion = _member(actor, "subscribe", rank, lock, is_inplace=inplace)
-    receiver = Receiver(this_participant(), name, _held_to_be_written(key), layouts, rank, inplace=inplace, actor=actor)
+    here, container, is_own = this_participant(), _held_to_be_written(key), isinstance(actor, OwnProcess)
+    receiver = Receiver(here, name, container, layouts, rank, inplace=inplace, actor=actor, is_own=is_own)
     with _locked() as agents:
         for of, by_rank in agents.receivers.items():
             for at, other in list(by_rank.items()):

@@ -56,6 +56,7 @@ class Receiver:
         rank: The rank in the receiver group.
         inplace: Whether versions are made in the tensors themselves, while methods are refused.
         actor: The actor that owns the tensors.
+        is_own: Whether the tensors are the process's own, so that no methods are refused.
 
     Attributes:
         exclusion: Excludes the methods of the actor.
@@ -73,12 +74,14 @@ class Receiver:
         *,
         inplace: bool,
         actor: Any = None,
+        is_own: bool = False,
     ) -> None:
         self._here = here
         self.name: str = name
         self._side = LocalSide("subscribe", container, layouts, rank, is_written=True)
         self._side.follow(actor)
         self.inplace: bool = inplace
+        self._refusals: dict[object, RaycollectError] = {} if is_own else here.methods.refusals
         self._served = ServedArrays(self._side.live())  # the version that methods see
         self._offered = ServedArrays([], is_frozen=True)  # what arrived of the next one, for other ranks of this host
         self._lends = False
@@ -98,7 +101,7 @@ class Receiver:
         self.loan: Loan = None  # of what was staged last
         self.stale_holders: tuple[Key, ...] = ()  # the keys of holders that did not have the version staged last
         self.where: tuple[Range, ...] = tuple(span for span in self._side.ranges() if span[0] < span[1])
-        self.form: tuple[Any, ...] = (name, inplace, rank, tuple(layouts.items()))
+        self.form: tuple[Any, ...] = (name, inplace, is_own, rank, tuple(layouts.items()))
 
     def stage(self, version: Version, holders: Holders, timeout_s: float, *, lends: bool = False) -> RankReceipt:
         """Gets and verifies the atoms of a version that this rank lacks.
@@ -188,7 +191,7 @@ class Receiver:
             self._next.clear()
         store.mark_written([*self._side.wholes(), *self._marked])
         self._marked.clear()
-        self._here.methods.refusals.pop(self.where, None)
+        self._refusals.pop(self.where, None)
         self.state = protocol.show(self.state, version)
         self._served.arrays = live
         return self._served.serve(store)
@@ -276,7 +279,7 @@ class Receiver:
     def close(self) -> None:
         """Stops serving, and lets methods see the tensors in any state."""
         self.withdraw()
-        self._here.methods.refusals.pop(self.where, None)
+        self._refusals.pop(self.where, None)
 
     def where_now(self) -> tuple[Range, ...]:
         """Returns the current memory ranges of the tensors, some of which may have been replaced."""
@@ -290,9 +293,8 @@ class Receiver:
         where = tuple(span for span in self._side.ranges() if span[0] < span[1])
         if where != self.where:
             self._served.withdraw(self._here.store)
-            refusals = self._here.methods.refusals
-            if (refused := refusals.pop(self.where, None)) is not None:
-                refusals[where] = refused
+            if (refused := self._refusals.pop(self.where, None)) is not None:
+                self._refusals[where] = refused
             self.where = where
         return live
 
@@ -302,10 +304,10 @@ class Receiver:
             return
         self._side.raise_versions()
         here = self._here
-        is_ours = self.where in here.methods.refusals  # by an earlier update that has not ended
+        is_ours = self.where in self._refusals  # by an earlier update that has not ended
         detail = "an update in place has begun, and has not ended"
         where = {"name": self.name, "version": str(version), "actor": here.actor, "detail": detail}
-        here.methods.refusals[self.where] = strip_traceback(VersionDirtyError(rank=self._side.rank, **where))
+        self._refusals[self.where] = strip_traceback(VersionDirtyError(rank=self._side.rank, **where))
         for span, owner in zip(self._side.ranges(), self._side.owners(), strict=True):
             if is_ours or not here.store.is_dirty([span]):  # a range that a failed collective left dirty stays dirty
                 here.store.mark_dirty([span], [owner])

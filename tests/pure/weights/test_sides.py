@@ -559,12 +559,23 @@ def test_methods_of_actors_with_a_lock_are_not_streamed():
         ActorRanks("publish", [], [], LAYOUTS, "lock").items(0, agent.seal_parts)
 
 
-def test_who_is_dropped_serves_nothing_and_refuses_what_it_refused(here, held_here):
+def test_who_is_dropped_serves_nothing_and_refuses_what_it_refused(here):
+    src, dst = source(here, tensors(1)), receiver(here, tensors(0), inplace=True)
+    key, digests = src.seal(V1, AMONG, b"1")
     before = here.store.statistics().held
+    dst.stage(replace(V1, digests=digests), [holder(key)], 1.0)
+    dst.withdraw()
+    assert here.store.statistics().held == before
+    with pytest.raises(VersionDirtyError):
+        here.methods.may_begin()
+
+
+@pytest.mark.usefixtures("held_here")
+def test_own_tensors_refuse_no_methods_while_they_are_dirty(here):
     key, digests = source(here, tensors(1)).seal(V1, AMONG, b"1")
     agent.attach_receiver(OWN, "policy", "sub", KEY, LAYOUTS, 0, True)
     agent.stage(OWN, "sub", 0, replace(V1, digests=digests), [holder(key)], 1.0)
-    agent.drop_receiver(OWN, "sub")
-    assert (agent.shown("sub"), here.store.statistics().held) == ((False, None), before + 1)
-    with pytest.raises(VersionDirtyError):
-        here.methods.may_begin()
+    here.methods.may_begin()
+    assert here.store.statistics().dirty == len(NAMES)
+    assert agent.show(OWN, "sub", 0, V1)
+    assert here.store.statistics().dirty == 0
