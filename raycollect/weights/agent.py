@@ -58,6 +58,17 @@ class _Agents:
         self.receivers: dict[str, dict[int, Receiver]] = {}  # by subscription and rank
         self.thread = threads.pool("raycollect-weights", 1)
         self.loop: asyncio.AbstractEventLoop | None = None  # of an async actor
+        self._runtime = runtime
+
+    def end(self) -> None:
+        """Closes all, as the participant does; another one, of a later Ray, begins without them."""
+        with self.lock:
+            self._runtime.forget(_Agents)
+            for _, sources in self.sources.values():
+                _close(sources)
+            for receivers in self.receivers.values():
+                _close(receivers)
+        self.thread.shutdown(wait=False)
 
 
 @contextmanager
@@ -414,7 +425,8 @@ def _held_to_be_written(key: Key) -> Container:
 
 def _member(actor: Any, op: str, rank: int, lock: Any, *, is_inplace: bool = False) -> tuple[Holder, Exclusion]:
     """Returns the record of this process, and what excludes its methods; raises as `attach_source`."""
-    here = this_participant()
+    here, agents = this_participant(), this_runtime().part(_Agents, _Agents)
+    here.at_close["weights"] = agents.end
     is_own = isinstance(actor, OwnProcess)
     is_ordered = not is_own and describe(actor)["ordered"]
     if lock is None and not is_own and not is_ordered:
@@ -437,5 +449,4 @@ def _member(actor: Any, op: str, rank: int, lock: Any, *, is_inplace: bool = Fal
         return holder, Exclusion(op, rank, None, lock, loop=actor.loop)
     if is_ordered:
         return holder, Exclusion(op, rank, actor, lock, guard=here.methods.guard)
-    loop = this_runtime().part(_Agents, _Agents).loop
-    return holder, Exclusion(op, rank, actor, lock, loop=loop, is_needed=True)
+    return holder, Exclusion(op, rank, actor, lock, loop=agents.loop, is_needed=True)

@@ -372,6 +372,20 @@ def test_in_place_another_driver_ends_what_one_has_left(here, held_here):
     assert agent.attach_receiver(OWN, "policy", "third", OTHER, layouts, 0, True)[1] == V1
 
 
+@pytest.mark.usefixtures("held_here")
+def test_sides_end_with_their_participant(here):
+    key, digests = source(here, tensors(1)).seal(V1, AMONG, b"1")
+    before = here.store.statistics().held
+    agent.attach_source(OWN, "policy", 2, KEY, LAYOUTS, 0)
+    agent.attach_receiver(OWN, "policy", "first", KEY, LAYOUTS, 0, False)
+    agent.update(OWN, "first", 0, replace(V1, digests=digests), [holder(key)], 1.0, time.monotonic() + 60)
+    here.close()
+    assert here.store.statistics().held == before
+    assert agent.shown("first") == (False, None)
+    assert agent.attach_receiver(OWN, "policy", "second", KEY, LAYOUTS, 0, False)[1] is None
+    agent.attach_source(OWN, "policy", 1, KEY, LAYOUTS, 0)
+
+
 def test_tensors_that_others_subscribe_otherwise_are_theirs(here, held_here):
     src = source(here, tensors(1))
     key, digests = src.seal(V1, AMONG, b"1")
