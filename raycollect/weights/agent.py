@@ -189,17 +189,18 @@ def seal(
     """
     source, until_s = _source(name, rank, version), time.monotonic() + limit_s
     with source.exclusion.guard():
-        left_s = max(until_s - time.monotonic(), 0.0)
-        return source.exclusion.run(lambda: source.seal(version, among, attempt, left_s), left_s)
+        return source.exclusion.run_until(lambda left_s: source.seal(version, among, attempt, left_s), until_s)
 
 
 def seal_part(
     actor: Any, name: str, rank: int, version: Version, among: Sequence[Atom] | None, attempt: bytes, part: object
 ) -> tuple[Key, Digests]:
     """Calls `Source.seal_part`; raises the errors of `seal`."""
-    source = _source(name, rank, version)
+    source, until_s = _source(name, rank, version), time.monotonic() + WAIT_S
     with source.exclusion.guard(), _failing(source, version, attempt, "a part"):
-        return source.exclusion.run(lambda: source.seal_part(version, among, attempt, part), WAIT_S)
+        return source.exclusion.run_until(
+            lambda left_s: source.seal_part(version, among, attempt, part, left_s), until_s
+        )
 
 
 def seal_parts(
@@ -326,11 +327,11 @@ def update(
     receiver = _receiver(subscription, rank)
     with receiver.exclusion.guard():
         receipt = receiver.stage(version, holders, timeout_s)
-        left_s = until_s - time.monotonic()
-        if left_s <= 0:
+        if time.monotonic() >= until_s:
             detail = "read the version, and the time limit had passed"
             raise CollectiveTimeoutError(timeout_s=timeout_s, detail=detail)
-        key = _show(receiver, version, left_s, is_fresh=receiver.exclusion.is_total)
+        is_fresh = receiver.exclusion.is_total
+        key = receiver.exclusion.run_until(lambda left_s: receiver.show(version, left_s, is_fresh=is_fresh), until_s)
     return receipt, receiver.stale_holders, key
 
 
@@ -343,11 +344,7 @@ def show(actor: Any, subscription: str, rank: int, version: Version, limit_s: fl
     """Calls `Receiver.show`, between two methods."""
     receiver, until_s = _receiver(subscription, rank), time.monotonic() + limit_s
     with receiver.exclusion.guard():
-        return _show(receiver, version, max(until_s - time.monotonic(), 0.0))
-
-
-def _show(receiver: Receiver, version: Version, limit_s: float, *, is_fresh: bool = False) -> Key | None:
-    return receiver.exclusion.run(lambda: receiver.show(version, limit_s, is_fresh=is_fresh), limit_s)
+        return receiver.exclusion.run_until(lambda left_s: receiver.show(version, left_s), until_s)
 
 
 def detach_receiver(actor: Any, subscription: str) -> None:

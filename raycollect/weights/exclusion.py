@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -110,6 +111,14 @@ class Exclusion:
             detail = f"waited {limit_s:.3g} s for {self._words}"
             raise CollectiveTimeoutError(timeout_s=limit_s, detail=detail)
         return outcome.result()
+
+    def run_until(self, action: Callable[[float], _Result], until_s: float) -> _Result:
+        """Calls `run`; the function gets the time that is left while the lock is held, before `until_s`."""
+
+        def left_s() -> float:
+            return max(until_s - time.monotonic(), 0.0)
+
+        return self.run(lambda: action(left_s()), left_s())
 
     def _called(self, method: Callable[[], Any]) -> Any:
         manager = method()

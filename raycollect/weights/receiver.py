@@ -176,6 +176,7 @@ class Receiver:
         Raises:
             CollectiveTimeoutError: The time limit has passed, and others still read the tensors.
         """
+        until_s = time.monotonic() + limit_s
         live = self._staged if is_fresh else self._side.read(self._live())
         if self.inplace and self.state.staged == version:
             present = {**self.state.landed, **self._lying(version, live)}
@@ -186,7 +187,7 @@ class Receiver:
             return None
         store = self._here.store
         if not self.inplace:
-            self._copy(live, limit_s)
+            self._copy(live, max(until_s - time.monotonic(), 0.0))
             self.release()
             self._next.clear()
         store.mark_written([*self._side.wholes(), *self._marked])

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import tracemalloc
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -370,6 +371,23 @@ def test_in_place_another_driver_ends_what_one_has_left(here, held_here):
     here.methods.may_begin()
     assert agent.shown("second") == (True, V1)
     assert agent.attach_receiver(OWN, "policy", "third", OTHER, layouts, 0, True)[1] == V1
+
+
+def test_what_waits_under_a_lock_has_the_time_that_the_lock_has_left(here, held_here):
+    entered_s = []
+
+    @contextmanager
+    def lock():
+        entered_s.append(time.monotonic())
+        yield
+
+    key, digests = source(here, tensors(1)).seal(V1, AMONG, b"1")
+    agent.attach_receiver(OWN, "policy", "sub", KEY, LAYOUTS, 0, False, lock)
+    until_s = time.monotonic() + 1
+    ranges = list(map(arrays.byte_range, held_here.values()))
+    with here.store.reading(ranges), pytest.raises(CollectiveTimeoutError) as raised:
+        agent.update(OWN, "sub", 0, replace(V1, digests=digests), [holder(key)], 1.0, until_s)
+    assert raised.value.timeout_s < until_s - entered_s[0]
 
 
 @pytest.mark.usefixtures("held_here")
