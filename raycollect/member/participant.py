@@ -120,6 +120,7 @@ class Participant:
         methods: The methods of the actor.
         watch: The waits that block methods.
         store: The tensors of the process.
+        at_close: Called as it closes, by name: they end what refers to this participant.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class Participant:
         self.actor: str = identity.actor
         self.host: str = identity.host
         self.store: Store = runtime.instruments.store
+        self.at_close: dict[str, Callable[[], None]] = {}
         self._tokens = make_tokens(self._forget)
         self.store.limit(None if self._tokens.supported else STORE_LIMIT_WITHOUT_TOKENS)
         self.fetch_threads: ThreadPoolExecutor = threads.pool("raycollect-fetch", MOST_FETCHING)
@@ -164,6 +166,8 @@ class Participant:
 
     def close(self) -> None:
         """Closes the server, which ends the lease; threads end after their current work."""
+        while self.at_close:
+            self.at_close.popitem()[1]()
         self._server.close()
         fetch.forget_local(self._secret)
         self.fetch_threads.shutdown(wait=False)

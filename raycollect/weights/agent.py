@@ -8,17 +8,20 @@ excludes methods (`Exclusion`). `pos.fetch` serves reads of other processes whil
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from raycollect.core import threads
 from raycollect.core.model import Key
 from raycollect.errors import (
+    CollectiveTimeoutError,
     PublisherReplacedError,
     RaycollectError,
     TensorDirtyError,
@@ -33,7 +36,7 @@ from raycollect.member.runtime import Runtime, this_runtime
 from raycollect.pos import Container, Range, held
 from raycollect.weights.atoms import Layouts
 from raycollect.weights.directory import Holder, Holders
-from raycollect.weights.exclusion import Exclusion
+from raycollect.weights.exclusion import Exclusion, running_loop
 from raycollect.weights.hosts import Loan
 from raycollect.weights.local_side import LocalSide
 from raycollect.weights.protocol import Atom, Digests, Version, shown_by_all
@@ -50,10 +53,22 @@ class _Agents:
 
     def __init__(self, runtime: Runtime) -> None:
         self.lock = threading.Lock()
+        self.own_calls = threading.RLock()  # held during a call for own tensors; a signal handler may make another one
         self.sources: dict[str, tuple[int, dict[int, Source]]] = {}  # by name: the epoch, and by rank
         self.receivers: dict[str, dict[int, Receiver]] = {}  # by subscription and rank
         self.thread = threads.pool("raycollect-weights", 1)
         self.loop: asyncio.AbstractEventLoop | None = None  # of an async actor
+        self._runtime = runtime
+
+    def end(self) -> None:
+        """Closes all, as the participant does; another one, of a later Ray, begins without them."""
+        with self.lock:
+            self._runtime.forget(_Agents)
+            for _, sources in self.sources.values():
+                _close(sources)
+            for receivers in self.receivers.values():
+                _close(receivers)
+        self.thread.shutdown(wait=False)
 
 
 @contextmanager
@@ -96,6 +111,26 @@ def _called(function: Callable[..., Any], *args: Any) -> Any:
         raise
     except Exception as exc:
         raise threads.failed("a call for weights", exc) from exc
+
+
+def in_own_process(process: OwnProcess, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls one of these functions in the calling thread, after the calls of other threads have ended.
+
+    An event loop does not wait to close a side, as the other call may need the loop to release its lock: a helper
+    thread closes the side.
+    """
+    turn = this_runtime().part(_Agents, _Agents).own_calls
+    never_waits = function in (detach_source, detach_receiver) and running_loop() is not None
+    if never_waits and not turn.acquire(blocking=False):
+        context = contextvars.copy_context()
+        threads.call_in_helper(threads.survives, partial(context.run, in_own_process, process, function, *args))
+        return None
+    try:
+        with turn:
+            return function(process, *args)
+    finally:
+        if never_waits:
+            turn.release()
 
 
 def check_side(
@@ -154,17 +189,18 @@ def seal(
     """
     source, until_s = _source(name, rank, version), time.monotonic() + limit_s
     with source.exclusion.guard():
-        left_s = max(until_s - time.monotonic(), 0.0)
-        return source.exclusion.run(lambda: source.seal(version, among, attempt, left_s), left_s)
+        return source.exclusion.run_until(lambda left_s: source.seal(version, among, attempt, left_s), until_s)
 
 
 def seal_part(
     actor: Any, name: str, rank: int, version: Version, among: Sequence[Atom] | None, attempt: bytes, part: object
 ) -> tuple[Key, Digests]:
     """Calls `Source.seal_part`; raises the errors of `seal`."""
-    source = _source(name, rank, version)
+    source, until_s = _source(name, rank, version), time.monotonic() + WAIT_S
     with source.exclusion.guard(), _failing(source, version, attempt, "a part"):
-        return source.exclusion.run(lambda: source.seal_part(version, among, attempt, part), WAIT_S)
+        return source.exclusion.run_until(
+            lambda left_s: source.seal_part(version, among, attempt, part, left_s), until_s
+        )
 
 
 def seal_parts(
@@ -233,7 +269,8 @@ def attach_receiver(
     If the other group has the same form, its receiver is taken over with its state.
     """
     member, exclusion = _member(actor, "subscribe", rank, lock, is_inplace=inplace)
-    receiver = Receiver(this_participant(), name, _held_to_be_written(key), layouts, rank, inplace=inplace, actor=actor)
+    here, container, is_own = this_participant(), _held_to_be_written(key), isinstance(actor, OwnProcess)
+    receiver = Receiver(here, name, container, layouts, rank, inplace=inplace, actor=actor, is_own=is_own)
     with _locked() as agents:
         for of, by_rank in agents.receivers.items():
             for at, other in list(by_rank.items()):
@@ -283,12 +320,18 @@ def update(
 
     Returns:
         The results of `stage` and of `show`.
+
+    Raises:
+        CollectiveTimeoutError: The version was read too late to show it, or as `Receiver.show`.
     """
     receiver = _receiver(subscription, rank)
     with receiver.exclusion.guard():
         receipt = receiver.stage(version, holders, timeout_s)
-        left_s = until_s - time.monotonic()
-        key = _show(receiver, version, left_s, is_fresh=receiver.exclusion.is_total) if left_s > 0 else None
+        if time.monotonic() >= until_s:
+            detail = "read the version, and the time limit had passed"
+            raise CollectiveTimeoutError(timeout_s=timeout_s, detail=detail)
+        is_fresh = receiver.exclusion.is_total
+        key = receiver.exclusion.run_until(lambda left_s: receiver.show(version, left_s, is_fresh=is_fresh), until_s)
     return receipt, receiver.stale_holders, key
 
 
@@ -301,11 +344,7 @@ def show(actor: Any, subscription: str, rank: int, version: Version, limit_s: fl
     """Calls `Receiver.show`, between two methods."""
     receiver, until_s = _receiver(subscription, rank), time.monotonic() + limit_s
     with receiver.exclusion.guard():
-        return _show(receiver, version, max(until_s - time.monotonic(), 0.0))
-
-
-def _show(receiver: Receiver, version: Version, limit_s: float, *, is_fresh: bool = False) -> Key | None:
-    return receiver.exclusion.run(lambda: receiver.show(version, limit_s, is_fresh=is_fresh), limit_s)
+        return receiver.exclusion.run_until(lambda left_s: receiver.show(version, left_s), until_s)
 
 
 def detach_receiver(actor: Any, subscription: str) -> None:
@@ -383,7 +422,8 @@ def _held_to_be_written(key: Key) -> Container:
 
 def _member(actor: Any, op: str, rank: int, lock: Any, *, is_inplace: bool = False) -> tuple[Holder, Exclusion]:
     """Returns the record of this process, and what excludes its methods; raises as `attach_source`."""
-    here = this_participant()
+    here, agents = this_participant(), this_runtime().part(_Agents, _Agents)
+    here.at_close["weights"] = agents.end
     is_own = isinstance(actor, OwnProcess)
     is_ordered = not is_own and describe(actor)["ordered"]
     if lock is None and not is_own and not is_ordered:
@@ -406,5 +446,4 @@ def _member(actor: Any, op: str, rank: int, lock: Any, *, is_inplace: bool = Fal
         return holder, Exclusion(op, rank, None, lock, loop=actor.loop)
     if is_ordered:
         return holder, Exclusion(op, rank, actor, lock, guard=here.methods.guard)
-    loop = this_runtime().part(_Agents, _Agents).loop
-    return holder, Exclusion(op, rank, actor, lock, loop=loop, is_needed=True)
+    return holder, Exclusion(op, rank, actor, lock, loop=agents.loop, is_needed=True)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -97,15 +98,27 @@ class Exclusion:
         try:
             hold(manager, partial(_call, action, outcome), outcome.cancel, limit_s)
         except Exception as exc:
-            if outcome.done() and not outcome.cancelled() and outcome.exception() is exc:
-                raise
             if not outcome.cancelled():
+                if outcome.done():
+                    outcome.result()  # what the function raised comes first
                 detail = f"{self._words} raised {threads.cause_of(exc)}"
                 raise VersionError(name="", rank=self._rank, detail=detail) from exc
+        except BaseException:  # such as Ctrl-C
+            if not outcome.cancel():
+                wait([outcome])  # a copy that has begun is completed
+            raise
         if outcome.cancel():  # it has not begun
             detail = f"waited {limit_s:.3g} s for {self._words}"
             raise CollectiveTimeoutError(timeout_s=limit_s, detail=detail)
         return outcome.result()
+
+    def run_until(self, action: Callable[[float], _Result], until_s: float) -> _Result:
+        """Calls `run`; the function gets the time that is left while the lock is held, before `until_s`."""
+
+        def left_s() -> float:
+            return max(until_s - time.monotonic(), 0.0)
+
+        return self.run(lambda: action(left_s()), left_s())
 
     def _called(self, method: Callable[[], Any]) -> Any:
         manager = method()
@@ -119,7 +132,7 @@ class Exclusion:
 
     def _free_loop(self) -> asyncio.AbstractEventLoop:
         """Returns the event loop in which a coroutine can hold a lock while this thread waits."""
-        if self._loop is not None and _running_loop() is not self._loop:
+        if self._loop is not None and running_loop() is not self._loop:
             return self._loop
         actual = f"a lock of asyncio {'without an event loop' if self._loop is None else 'in a call of its event loop'}"
         expected = "a lock of threading" if self._loop is None else "await asyncio.to_thread(...) of this call"
@@ -132,9 +145,8 @@ def _call(action: Callable[[], _Result], outcome: Future[_Result]) -> None:
     if outcome.set_running_or_notify_cancel():
         try:
             outcome.set_result(action())
-        except BaseException as exc:
+        except BaseException as exc:  # noqa: BLE001 - raised by `run`: the lock must not see it
             outcome.set_exception(exc)
-            raise
 
 
 def _hold(manager: Any, call: Callable[[], None], give_up: Callable[[], bool], limit_s: float) -> None:
@@ -163,23 +175,28 @@ def _hold_in_loop(
     """Calls a function in a helper thread while a coroutine of an event loop holds a lock; see `_hold`."""
 
     async def hold() -> None:
-        task: Any = asyncio.current_task()
-        timer = loop.call_later(limit_s, lambda: give_up() and task.cancel())
-        try:
-            async with manager:
-                await threads.awaitable(call)
-        finally:
-            timer.cancel()
+        async with manager:
+            called = threads.awaitable(call)
+            while not called.done():
+                try:
+                    await asyncio.shield(called)
+                except asyncio.CancelledError:  # as the loop ends: a copy that has begun is completed
+                    give_up()
 
-    with suppress(CancelledError):  # by the timer
-        asyncio.run_coroutine_threadsafe(hold(), loop).result()
+    held = asyncio.run_coroutine_threadsafe(hold(), loop)
+    if threads.has_ended(held, limit_s) or not give_up():
+        with suppress(CancelledError):  # others have cancelled it
+            held.result()
+    else:
+        held.cancel()
 
 
 def _is_manager(value: Any) -> bool:
     return hasattr(value, "__enter__") or hasattr(value, "__aenter__")
 
 
-def _running_loop() -> asyncio.AbstractEventLoop | None:
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """Returns the event loop that runs in the calling thread; None if none does."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

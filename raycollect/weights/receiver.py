@@ -11,6 +11,7 @@ from typing import Any
 from raycollect.backends.arrays import Array, box_of
 from raycollect.backends.elements import convert, converted
 from raycollect.core.model import Key
+from raycollect.core.signals import Deferred
 from raycollect.errors import (
     RaycollectError,
     RefusedError,
@@ -55,6 +56,7 @@ class Receiver:
         rank: The rank in the receiver group.
         inplace: Whether versions are made in the tensors themselves, while methods are refused.
         actor: The actor that owns the tensors.
+        is_own: Whether the tensors are the process's own, so that no methods are refused.
 
     Attributes:
         exclusion: Excludes the methods of the actor.
@@ -72,12 +74,14 @@ class Receiver:
         *,
         inplace: bool,
         actor: Any = None,
+        is_own: bool = False,
     ) -> None:
         self._here = here
         self.name: str = name
         self._side = LocalSide("subscribe", container, layouts, rank, is_written=True)
         self._side.follow(actor)
         self.inplace: bool = inplace
+        self._refusals: dict[object, RaycollectError] = {} if is_own else here.methods.refusals
         self._served = ServedArrays(self._side.live())  # the version that methods see
         self._offered = ServedArrays([], is_frozen=True)  # what arrived of the next one, for other ranks of this host
         self._lends = False
@@ -97,7 +101,7 @@ class Receiver:
         self.loan: Loan = None  # of what was staged last
         self.stale_holders: tuple[Key, ...] = ()  # the keys of holders that did not have the version staged last
         self.where: tuple[Range, ...] = tuple(span for span in self._side.ranges() if span[0] < span[1])
-        self.form: tuple[Any, ...] = (name, inplace, rank, tuple(layouts.items()))
+        self.form: tuple[Any, ...] = (name, inplace, is_own, rank, tuple(layouts.items()))
 
     def stage(self, version: Version, holders: Holders, timeout_s: float, *, lends: bool = False) -> RankReceipt:
         """Gets and verifies the atoms of a version that this rank lacks.
@@ -172,6 +176,7 @@ class Receiver:
         Raises:
             CollectiveTimeoutError: The time limit has passed, and others still read the tensors.
         """
+        until_s = time.monotonic() + limit_s
         live = self._staged if is_fresh else self._side.read(self._live())
         if self.inplace and self.state.staged == version:
             present = {**self.state.landed, **self._lying(version, live)}
@@ -182,12 +187,12 @@ class Receiver:
             return None
         store = self._here.store
         if not self.inplace:
-            self._copy(live, limit_s)
+            self._copy(live, max(until_s - time.monotonic(), 0.0))
             self.release()
             self._next.clear()
         store.mark_written([*self._side.wholes(), *self._marked])
         self._marked.clear()
-        self._here.methods.refusals.pop(self.where, None)
+        self._refusals.pop(self.where, None)
         self.state = protocol.show(self.state, version)
         self._served.arrays = live
         return self._served.serve(store)
@@ -221,10 +226,11 @@ class Receiver:
         if differing:
             with self._here.store.writing(self._side.memory(), limit_s=limit_s):
                 self._served.withdraw(self._here.store)
-                for atom in differing:
-                    for box, element in self._boxes(atom, self._next[atom], live):
-                        convert(box, element)
-                self._side.wrote(self._here.store, {name for name, _ in differing})
+                with Deferred():  # a handler that raises would leave a mix of two versions
+                    for atom in differing:
+                        for box, element in self._boxes(atom, self._next[atom], live):
+                            convert(box, element)
+                    self._side.wrote(self._here.store, {name for name, _ in differing})
 
     def _boxes(self, atom: Atom, array: Array, live: list[Array]) -> Iterator[tuple[Array, Array]]:
         """Yields the parts of an atom: the box of a tensor, and its elements as they were put."""
@@ -274,7 +280,7 @@ class Receiver:
     def close(self) -> None:
         """Stops serving, and lets methods see the tensors in any state."""
         self.withdraw()
-        self._here.methods.refusals.pop(self.where, None)
+        self._refusals.pop(self.where, None)
 
     def where_now(self) -> tuple[Range, ...]:
         """Returns the current memory ranges of the tensors, some of which may have been replaced."""
@@ -288,9 +294,8 @@ class Receiver:
         where = tuple(span for span in self._side.ranges() if span[0] < span[1])
         if where != self.where:
             self._served.withdraw(self._here.store)
-            refusals = self._here.methods.refusals
-            if (refused := refusals.pop(self.where, None)) is not None:
-                refusals[where] = refused
+            if (refused := self._refusals.pop(self.where, None)) is not None:
+                self._refusals[where] = refused
             self.where = where
         return live
 
@@ -300,10 +305,10 @@ class Receiver:
             return
         self._side.raise_versions()
         here = self._here
-        is_ours = self.where in here.methods.refusals  # by an earlier update that has not ended
+        is_ours = self.where in self._refusals  # by an earlier update that has not ended
         detail = "an update in place has begun, and has not ended"
         where = {"name": self.name, "version": str(version), "actor": here.actor, "detail": detail}
-        here.methods.refusals[self.where] = strip_traceback(VersionDirtyError(rank=self._side.rank, **where))
+        self._refusals[self.where] = strip_traceback(VersionDirtyError(rank=self._side.rank, **where))
         for span, owner in zip(self._side.ranges(), self._side.owners(), strict=True):
             if is_ours or not here.store.is_dirty([span]):  # a range that a failed collective left dirty stays dirty
                 here.store.mark_dirty([span], [owner])

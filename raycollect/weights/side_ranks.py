@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -26,6 +25,7 @@ from raycollect.pos.handle import Handle
 from raycollect.ray_bridge import ray_actors
 from raycollect.weights import agent
 from raycollect.weights.atoms import Layouts
+from raycollect.weights.exclusion import running_loop
 from raycollect.weights.ranks import Ranks
 
 
@@ -58,8 +58,8 @@ class ActorRanks(Ranks):
 
     def items(self, rank: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """See `Ranks`."""
-        if rank in self._overlapping:
-            expected = "put(): an actor whose methods overlap streams no parts"
+        if rank in self._overlapping or self._lock is not None:
+            expected = "put(), or part(): an actor whose methods overlap, or with a lock, streams no methods"
             violation = Violation(kind="unsupported", rank=rank, field="stream.call", found="called", expected=expected)
             raise refusal(self.op, "", (violation,))
         method = self._actors[rank]._raycollect_items
@@ -67,20 +67,16 @@ class ActorRanks(Ranks):
 
 
 class OwnRank(Ranks):
-    """The only rank of a side, which is the calling process; calls run at once, in the calling thread."""
+    """The only rank of a side, which is the calling process; calls run in the calling thread, one at a time."""
 
     def __init__(self, op: str, handle: Handle, *args: Any) -> None:
         super().__init__(op, [handle], *args)
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
-            loop = None
-        self._process = agent.OwnProcess(loop)
+        self._process = agent.OwnProcess(running_loop())
 
     def call(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """See `Ranks`."""
         try:
-            result = function(self._process, *args)
+            result = agent.in_own_process(self._process, function, *args)
         except Exception as exc:  # noqa: BLE001 - raised where the ref is read, as by a task
             result = RayTaskError(function.__name__, "", exc)
         return ray.put(result)

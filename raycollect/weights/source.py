@@ -140,7 +140,12 @@ class Source:
         return filling.key, filling.slot.sealed
 
     def seal_part(
-        self, version: Version, among: Sequence[Atom] | None, attempt: bytes, part: object
+        self,
+        version: Version,
+        among: Sequence[Atom] | None,
+        attempt: bytes,
+        part: object,
+        limit_s: float = WAIT_S,
     ) -> tuple[Key, Digests]:
         """Copies some tensors of a version, and digests them. The tensors may be written again when this returns.
 
@@ -149,6 +154,7 @@ class Source:
             among: As in `seal`.
             attempt: As in `seal`.
             part: A name, a list of names, or a dict by name of tensors that replace those of this rank.
+            limit_s: How long to wait for others that write the tensors.
 
         Raises:
             VersionNotPutError: As `seal`; or the part is invalid, or was sealed before.
@@ -168,7 +174,7 @@ class Source:
         again = [atom for atom in wanted if atom in filling.slot.sealed]
         if again:
             raise self._wrong(version, f"{self._side.key_of(again[0][0])!r} was sealed before")
-        return filling.key, self._copy(filling, wanted, live, WAIT_S)
+        return filling.key, self._copy(filling, wanted, live, limit_s)
 
     def nbytes(self, among: Iterable[Atom]) -> int:
         """Returns the bytes of atoms."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from contextlib import asynccontextmanager, contextmanager, suppress
 from types import SimpleNamespace
@@ -94,6 +95,98 @@ def test_exceptions_of_a_lock_are_typed_and_those_of_the_call_are_not_lost():
         assert isinstance(raised.value.__cause__, OSError)
     with pytest.raises(ZeroDivisionError):
         Exclusion("publish", 0, None, suppress(ZeroDivisionError)).run(lambda: 1 / 0, LONG_S)
+
+
+def test_a_lock_does_not_see_exceptions_of_the_call():
+    events = []
+
+    @contextmanager
+    def paused():
+        events.append("paused")
+        yield
+        events.append("resumed")
+
+    with pytest.raises(ZeroDivisionError):
+        Exclusion("publish", 0, None, paused).run(lambda: 1 / 0, LONG_S)
+    assert events == ["paused", "resumed"]
+
+
+@pytest.fixture
+def interrupt():
+    """Interrupts the main thread, and returns when the handler of the signal has begun to raise."""
+    began = threading.Event()
+
+    def handler(*_):
+        began.set()
+        raise KeyboardInterrupt
+
+    def send():
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+        assert began.wait(LONG_S)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    yield send
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_after_an_interrupted_wait_the_call_is_not_made(interrupt):
+    made, is_raised, is_released = [], threading.Event(), threading.Event()
+
+    @contextmanager
+    def busy():
+        interrupt()
+        assert is_raised.wait(LONG_S)
+        yield
+        is_released.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        Exclusion("publish", 0, None, busy).run(lambda: made.append(1), LONG_S)
+    is_raised.set()
+    assert is_released.wait(LONG_S)
+    assert not made
+
+
+def test_an_interrupt_waits_for_a_call_that_has_begun(interrupt):
+    made = []
+
+    def call():
+        interrupt()
+        made.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        Exclusion("publish", 0, None, threading.Lock()).run(call, LONG_S)
+    assert made
+
+
+def test_the_time_limit_holds_if_the_event_loop_does_not_run():
+    loop, made = asyncio.new_event_loop(), []
+    with pytest.raises(CollectiveTimeoutError):
+        Exclusion("publish", 0, None, asyncio.Lock(), loop=loop).run(lambda: made.append(1), SHORT_S)
+
+    async def others():
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    while loop.run_until_complete(others()):
+        pass
+    loop.close()
+    assert not made
+
+
+def test_a_lock_is_held_until_the_call_ends_also_if_its_task_is_cancelled(loop):
+    lock = asyncio.Lock()
+
+    async def cancel():
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return lock.locked()
+
+    def call():
+        return asyncio.run_coroutine_threadsafe(cancel(), loop).result()
+
+    assert Exclusion("publish", 0, None, lock, loop=loop).run(call, LONG_S)
+    assert not lock.locked()
 
 
 def test_what_can_not_be_a_lock_is_refused(loop):

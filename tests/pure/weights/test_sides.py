@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
+import sys
+import threading
 import time
 import tracemalloc
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,10 +17,13 @@ import ray
 from ray.exceptions import RayTaskError
 
 from raycollect.backends import arrays
+from raycollect.backends.elements import convert
 from raycollect.errors import (
+    CollectiveTimeoutError,
     LayoutError,
     PublisherReplacedError,
     TensorDirtyError,
+    UnsupportedError,
     VersionDirtyError,
     VersionNotPutError,
     VersionNotWholeError,
@@ -27,6 +35,7 @@ from raycollect.pos import Container, fetch
 from raycollect.weights import agent, atoms
 from raycollect.weights.ranks import Ranks
 from raycollect.weights.receiver import Receiver
+from raycollect.weights.side_ranks import ActorRanks
 from raycollect.weights.source import Source
 from tests.pure.participants import entered, participant
 from tests.pure.weights.sides import (
@@ -44,6 +53,7 @@ from tests.pure.weights.sides import (
     tensors,
 )
 from tests.support.values import replace
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -181,6 +191,32 @@ def test_what_a_receiver_has_verified_stays_as_it_is_while_other_versions_are_pu
     assert dst.stage(last, [holder(key)], 1.0).nbytes == 3 * NBYTES
     assert dst.show(last)
     assert all((array == 5).all() for array in mine.values())
+
+
+def test_an_interrupt_leaves_one_whole_version(here):
+    src, mine = source(here, tensors(1)), tensors(0)
+    dst = receiver(here, mine)
+    key, digests = src.seal(V1, AMONG, b"1")
+    whole, writes = replace(V1, digests=digests), 0
+    dst.stage(whole, [holder(key)], 1.0)
+
+    def profile(frame, event, arg):
+        nonlocal writes
+        if event == "call" and frame.f_code is convert.__code__:
+            writes += 1
+            if writes == 2:
+                signal.raise_signal(signal.SIGINT)
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            dst.show(whole)
+    finally:
+        sys.setprofile(before)
+    assert writes == len(NAMES)
+    assert all((array == 1).all() for array in mine.values())
+    assert dst.show(whole)
 
 
 def test_a_version_is_served_until_another_one_is_written(here):
@@ -337,6 +373,37 @@ def test_in_place_another_driver_ends_what_one_has_left(here, held_here):
     assert agent.attach_receiver(OWN, "policy", "third", OTHER, layouts, 0, True)[1] == V1
 
 
+def test_what_waits_under_a_lock_has_the_time_that_the_lock_has_left(here, held_here):
+    entered_s = []
+
+    @contextmanager
+    def lock():
+        entered_s.append(time.monotonic())
+        yield
+
+    key, digests = source(here, tensors(1)).seal(V1, AMONG, b"1")
+    agent.attach_receiver(OWN, "policy", "sub", KEY, LAYOUTS, 0, False, lock)
+    until_s = time.monotonic() + 1
+    ranges = list(map(arrays.byte_range, held_here.values()))
+    with here.store.reading(ranges), pytest.raises(CollectiveTimeoutError) as raised:
+        agent.update(OWN, "sub", 0, replace(V1, digests=digests), [holder(key)], 1.0, until_s)
+    assert raised.value.timeout_s < until_s - entered_s[0]
+
+
+@pytest.mark.usefixtures("held_here")
+def test_sides_end_with_their_participant(here):
+    key, digests = source(here, tensors(1)).seal(V1, AMONG, b"1")
+    before = here.store.statistics().held
+    agent.attach_source(OWN, "policy", 2, KEY, LAYOUTS, 0)
+    agent.attach_receiver(OWN, "policy", "first", KEY, LAYOUTS, 0, False)
+    agent.update(OWN, "first", 0, replace(V1, digests=digests), [holder(key)], 1.0, time.monotonic() + 60)
+    here.close()
+    assert here.store.statistics().held == before
+    assert agent.shown("first") == (False, None)
+    assert agent.attach_receiver(OWN, "policy", "second", KEY, LAYOUTS, 0, False)[1] is None
+    agent.attach_source(OWN, "policy", 1, KEY, LAYOUTS, 0)
+
+
 def test_tensors_that_others_subscribe_otherwise_are_theirs(here, held_here):
     src = source(here, tensors(1))
     key, digests = src.seal(V1, AMONG, b"1")
@@ -424,6 +491,36 @@ def test_in_place_in_another_byte_order(here):
     assert all((tensor == 1).all() for tensor in mine.values())
 
 
+@pytest.mark.usefixtures("held_here")
+def test_a_side_of_own_tensors_is_closed_between_two_calls(here):
+    def close():
+        with entered(here):
+            agent.in_own_process(OWN, agent.detach_receiver, "sub")
+        is_closed.set()
+
+    def update(process):
+        agent.in_own_process(process, lambda _: None)  # as a signal handler does
+        closing.start()
+        assert not is_closed.wait(0.1)
+        return agent.shown("sub")[0]
+
+    async def in_a_loop(process):
+        await asyncio.to_thread(asyncio.run, close_in_loop())
+        return agent.shown("sub")[0]
+
+    async def close_in_loop():
+        close()
+
+    agent.attach_receiver(OWN, "policy", "sub", KEY, LAYOUTS, 0, False)
+    is_closed, closing = threading.Event(), threading.Thread(target=close)
+    assert agent.in_own_process(OWN, update)
+    closing.join()
+    assert not agent.shown("sub")[0]
+    agent.attach_receiver(OWN, "policy", "sub", KEY, LAYOUTS, 0, False)
+    assert agent.in_own_process(OWN, lambda process: asyncio.run(in_a_loop(process)))
+    assert wait_until(lambda: not agent.shown("sub")[0])
+
+
 def test_an_actor_of_two_ranks_shows_a_version_when_both_do(here, held_here):
     more = tensors(0)
     here.store.put(OTHER, Container.of(more, arrays.is_tensor))
@@ -450,15 +547,19 @@ def test_tensors_that_a_failed_collective_has_left_dirty_are_subscribed_and_over
     assert (array == 1).all()
 
 
-@pytest.mark.parametrize("is_late", [False, True])
-def test_an_only_rank_shows_at_once_and_not_after_the_drivers_time(here, held_here, is_late):
+def test_an_only_rank_shows_at_once_and_not_after_the_drivers_time(here, held_here):
     key, digests = source(here, tensors(1)).seal(V1, AMONG, b"1")
     agent.attach_receiver(OWN, "policy", "sub", KEY, LAYOUTS, 0, False)
-    until_s = time.monotonic() + (-1 if is_late else 60)
-    receipt, _, served = agent.update(OWN, "sub", 0, replace(V1, digests=digests), [holder(key)], 1.0, until_s)
+    args = OWN, "sub", 0, replace(V1, digests=digests), [holder(key)], 1.0
+    with pytest.raises(CollectiveTimeoutError):
+        agent.update(*args, time.monotonic() - 1)
+    assert agent.shown("sub")[1] is None
+    assert not held_here["a"].any()
+    receipt, _, served = agent.update(*args, time.monotonic() + 60)
     assert receipt.digests == digests
-    assert ((served is None), agent.shown("sub")[1]) == ((True, None) if is_late else (False, V1))
-    assert bool(held_here["a"].any()) is not is_late
+    assert served is not None
+    assert agent.shown("sub")[1] == V1
+    assert held_here["a"].all()
 
 
 def test_a_side_of_which_one_rank_refuses_is_ended_on_all(monkeypatch):
@@ -485,12 +586,28 @@ def test_a_side_of_which_one_rank_refuses_is_ended_on_all(monkeypatch):
     assert retrieved == [0, 1]
 
 
-def test_who_is_dropped_serves_nothing_and_refuses_what_it_refused(here, held_here):
+def test_methods_of_actors_with_a_lock_are_not_streamed():
+    with pytest.raises(UnsupportedError):
+        ActorRanks("publish", [], [], LAYOUTS, "lock").items(0, agent.seal_parts)
+
+
+def test_who_is_dropped_serves_nothing_and_refuses_what_it_refused(here):
+    src, dst = source(here, tensors(1)), receiver(here, tensors(0), inplace=True)
+    key, digests = src.seal(V1, AMONG, b"1")
     before = here.store.statistics().held
+    dst.stage(replace(V1, digests=digests), [holder(key)], 1.0)
+    dst.withdraw()
+    assert here.store.statistics().held == before
+    with pytest.raises(VersionDirtyError):
+        here.methods.may_begin()
+
+
+@pytest.mark.usefixtures("held_here")
+def test_own_tensors_refuse_no_methods_while_they_are_dirty(here):
     key, digests = source(here, tensors(1)).seal(V1, AMONG, b"1")
     agent.attach_receiver(OWN, "policy", "sub", KEY, LAYOUTS, 0, True)
     agent.stage(OWN, "sub", 0, replace(V1, digests=digests), [holder(key)], 1.0)
-    agent.drop_receiver(OWN, "sub")
-    assert (agent.shown("sub"), here.store.statistics().held) == ((False, None), before + 1)
-    with pytest.raises(VersionDirtyError):
-        here.methods.may_begin()
+    here.methods.may_begin()
+    assert here.store.statistics().dirty == len(NAMES)
+    assert agent.show(OWN, "sub", 0, V1)
+    assert here.store.statistics().dirty == 0
