@@ -11,8 +11,8 @@ import asyncio
 import inspect
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, wait
-from contextlib import AbstractContextManager, nullcontext, suppress
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -91,23 +91,29 @@ class Exclusion:
             return action()
         limit_s -= min(_MARGIN * limit_s, _MOST_MARGIN_S)
         manager = self._lock if _is_manager(self._lock) else self._called(self._lock)
-        hold: Callable[..., None] = _hold
-        if hasattr(manager, "__aenter__"):
-            hold = partial(_hold_in_loop, self._free_loop())
         outcome: Future[_Result] = Future()
+        call = partial(_call, action, outcome)
         try:
-            hold(manager, partial(_call, action, outcome), outcome.cancel, limit_s)
-        except Exception as exc:
-            if not outcome.cancelled():
-                if outcome.done():
-                    outcome.result()  # what the function raised comes first
-                detail = f"{self._words} raised {threads.cause_of(exc)}"
-                raise VersionError(name="", rank=self._rank, detail=detail) from exc
-        except BaseException:  # such as Ctrl-C
+            if hasattr(manager, "__aenter__"):
+                loop = self._free_loop()
+                held = asyncio.run_coroutine_threadsafe(_hold_in_loop(manager, call, outcome.cancel), loop)
+            else:
+                held = threads.call_in_helper(_hold, manager, call)
+            if not threads.has_ended(held, limit_s) and outcome.cancel():  # it has not begun
+                held.cancel()
+            else:
+                wait([held])
+        except BaseException:  # such as that of a signal handler
             if not outcome.cancel():
                 wait([outcome])  # a copy that has begun is completed
             raise
-        if outcome.cancel():  # it has not begun
+        failure = held.exception() if held.done() and not held.cancelled() else None
+        if failure is not None and not outcome.cancelled():
+            if outcome.done():
+                outcome.result()  # what the function raised comes first
+            detail = f"{self._words} raised {threads.cause_of(failure)}"
+            raise VersionError(name="", rank=self._rank, detail=detail) from failure
+        if outcome.cancel():
             detail = f"waited {limit_s:.3g} s for {self._words}"
             raise CollectiveTimeoutError(timeout_s=limit_s, detail=detail)
         return outcome.result()
@@ -132,10 +138,11 @@ class Exclusion:
 
     def _free_loop(self) -> asyncio.AbstractEventLoop:
         """Returns the event loop in which a coroutine can hold a lock while this thread waits."""
-        if self._loop is not None and running_loop() is not self._loop:
-            return self._loop
-        actual = f"a lock of asyncio {'without an event loop' if self._loop is None else 'in a call of its event loop'}"
-        expected = "a lock of threading" if self._loop is None else "await asyncio.to_thread(...) of this call"
+        loop = None if self._loop is None or self._loop.is_closed() else self._loop
+        if loop is not None and running_loop() is not loop:
+            return loop
+        actual = f"a lock of asyncio {'without an event loop' if loop is None else 'in a call of its event loop'}"
+        expected = "a lock of threading" if loop is None else "await asyncio.to_thread(...) of this call"
         violation = Violation(kind="unsupported", rank=self._rank, field="lock", found=actual, expected=expected)
         raise refusal(self._op, "", (violation,))
 
@@ -149,46 +156,21 @@ def _call(action: Callable[[], _Result], outcome: Future[_Result]) -> None:
             outcome.set_exception(exc)
 
 
-def _hold(manager: Any, call: Callable[[], None], give_up: Callable[[], bool], limit_s: float) -> None:
-    """Calls a function in a helper thread that holds a lock.
-
-    After the time limit `give_up` cancels the call, unless it has begun. The thread then releases the lock as soon as
-    it has acquired it.
-    """
-
-    def hold() -> None:
-        with manager:
-            call()
-
-    held = threads.call_in_helper(hold)
-    if threads.has_ended(held, limit_s) or not give_up():
-        held.result()
+def _hold(manager: Any, call: Callable[[], None]) -> None:
+    """Calls a function while a lock is held. If the call was cancelled, the lock is released once it is acquired."""
+    with manager:
+        call()
 
 
-def _hold_in_loop(
-    loop: asyncio.AbstractEventLoop,
-    manager: Any,
-    call: Callable[[], None],
-    give_up: Callable[[], bool],
-    limit_s: float,
-) -> None:
-    """Calls a function in a helper thread while a coroutine of an event loop holds a lock; see `_hold`."""
-
-    async def hold() -> None:
-        async with manager:
-            called = threads.awaitable(call)
-            while not called.done():
-                try:
-                    await asyncio.shield(called)
-                except asyncio.CancelledError:  # as the loop ends: a copy that has begun is completed
-                    give_up()
-
-    held = asyncio.run_coroutine_threadsafe(hold(), loop)
-    if threads.has_ended(held, limit_s) or not give_up():
-        with suppress(CancelledError):  # others have cancelled it
-            held.result()
-    else:
-        held.cancel()
+async def _hold_in_loop(manager: Any, call: Callable[[], None], give_up: Callable[[], bool]) -> None:
+    """Calls a function in a helper thread while a lock of an event loop is held."""
+    async with manager:
+        called = threads.awaitable(call)
+        while not called.done():
+            try:
+                await asyncio.shield(called)
+            except asyncio.CancelledError:  # as the loop ends: a copy that has begun is completed
+                give_up()
 
 
 def _is_manager(value: Any) -> bool:
