@@ -16,7 +16,7 @@ from raycollect.engine.operands import Bound
 from raycollect.errors import MismatchError, ProtocolError
 from raycollect.planner import Request
 from raycollect.pos import tensors
-from tests.pure.engine.convoys import convoy_of
+from tests.pure.engine.convoys import allreduces, convoy_of
 from tests.pure.fleet import WAIT_S, Convoy, contain
 
 WORLD, COUNT = 3, 2500
@@ -102,6 +102,18 @@ def test_a_dict_without_one_name_is_refused_on_all_ranks(convoy: Convoy) -> None
     errors = broadcast(convoy, [convoy.keep(rank, one) for rank, one in enumerate(models)])
     assert {type(error) for error in errors.values()} == {MismatchError}
     assert len(errors) == WORLD
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_many_tensors_beside_one_are_refused_and_the_next_call_is_right(backend: str) -> None:
+    for _ in range(5):  # each a race of rank 0's first part with the other ranks' receives of data
+        with convoy_of(WORLD, backend) as convoy:
+            outcomes = convoy.run(allreduces(convoy, [[model(0), np.ones(3), np.ones(3)]]), convoy.memberships)
+            assert {type(outcome.error) for outcome in outcomes.values()} == {MismatchError}
+            few = [np.ones(3) for _ in range(WORLD)]
+            outcomes = convoy.run(allreduces(convoy, [few]), convoy.memberships)
+            assert [outcome.error for outcome in outcomes.values()] == [None] * WORLD
+            assert all((array == WORLD).all() for array in few)
 
 
 # ---------------------------------------------------------------------------------------------- the exchange
