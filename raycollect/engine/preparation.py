@@ -327,8 +327,10 @@ class Preparation:
                     side = self.staging_buffers.side
                     pairs = [(side(src, domain), side(dst, domain)) for src, dst in pairs]
                 items = [Item(src, dst) for src, dst in pairs]
-                sizes = [size_of(kind, item, len(domain.ranks)) for item in items] if domain.coalesces else []
-                packed = set(range(len(items))).difference(*coalesced(kind, sizes, coalesces=domain.coalesces))
+                packed = set(range(len(items)))
+                if domain.coalesces and len(tasks) == 1:  # tasks that turn out to overlap run one by one
+                    sizes = [size_of(kind, item, len(domain.ranks)) for item in items]
+                    packed.difference_update(*coalesced(kind, sizes, coalesces=True))
                 most = max(most, sum(room(kind, items[at]) for at in packed))
         return max(boxes, min(most, self.program.staging))
 
