@@ -110,11 +110,6 @@ class Codec(Generic[_T]):
             raise ProtocolError(detail=f"malformed {self._what}: {str(exc)[:_MOST_TOLD]}") from exc
 
 
-def is_compressed(data: bytes) -> bool:
-    """Whether a codec has compressed a value, so that its size tells little of the value's."""
-    return data[:1] == _COMPRESSED
-
-
 def _unzipped(data: bytes | bytearray) -> bytes:
     unzip = zlib.decompressobj()
     result = unzip.decompress(data[1:], _MOST_UNZIPPED)

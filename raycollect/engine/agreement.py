@@ -17,24 +17,17 @@ from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
-from raycollect.core.codec import Codec, Wire, is_compressed
+from raycollect.core.codec import Codec, Wire
 from raycollect.core.model import TENSOR, OpKind, Structure, TensorInfo
 from raycollect.core.operations import PIECES
 from raycollect.errors import InternalError, ProtocolError, Violation
 from raycollect.planner import Program
-from raycollect.planner.plan_cache import PlanCache
 
 LONG_NBYTES = 4096
 """The size from which an arrival is compressed: backends bound the size of arrivals."""
 
-_SHORT_NBYTES = 16 << 10
-_CACHED_NBYTES = 64 << 20  # of all long values in one cache
-_TENSOR_NBYTES = 512  # of one tensor in a decoded arrival: 424 were measured
-
-
-def _is_short(data: bytes) -> bool:
-    return len(data) <= _SHORT_NBYTES and not is_compressed(data)
-
+CACHED_NBYTES = 16 << 10
+"""The longest arrivals of which results are cached. Ranks that repeat longer ones know them by their digests."""
 
 _CALLERS = {"plan": "a plan", "call": "an imperative call"}
 
@@ -99,22 +92,10 @@ encode_arrival: Callable[[Arrival], bytes] = _ARRIVALS.encode
 
 def decode_arrival(data: bytes) -> Arrival:
     """Reads an arrival; raises ProtocolError on other bytes."""
-    if _is_short(data):
-        return _short_arrival(data)
-    arrival = _long_arrivals.find(data)
-    if arrival is None:
-        arrival = _ARRIVALS.decode(data)
-        _long_arrivals.add(data, (), arrival)
-    return arrival
+    return _cached_arrival(data) if len(data) <= CACHED_NBYTES else _ARRIVALS.decode(data)
 
 
-def _nbytes(specs: Sequence[Spec]) -> int:
-    sides = [side for spec in specs for side in (spec.gives, spec.takes) if side is not None]
-    return _TENSOR_NBYTES * sum(len(side.tensors) for side in sides)
-
-
-_short_arrival = lru_cache(maxsize=256)(_ARRIVALS.decode)
-_long_arrivals: PlanCache[Arrival] = PlanCache(256, _CACHED_NBYTES, lambda arrival: _nbytes([arrival.spec]))
+_cached_arrival = lru_cache(maxsize=256)(_ARRIVALS.decode)
 
 
 # The field of a violation of an output ends with it, or with it and the giver's rank.
@@ -226,13 +207,7 @@ def judge(ranks: tuple[int, ...], blobs: tuple[bytes, ...]) -> Verdict:
     Raises:
         ProtocolError: An arrival is malformed.
     """
-    if all(map(_is_short, blobs)):
-        return _short_verdict(ranks, blobs)
-    verdict = _long_verdicts.find((ranks, blobs))
-    if verdict is None:
-        verdict = _judged(ranks, blobs)
-        _long_verdicts.add((ranks, blobs), (), verdict)
-    return verdict
+    return _cached_verdict(ranks, blobs) if max(map(len, blobs)) <= CACHED_NBYTES else _judged(ranks, blobs)
 
 
 def _judged(ranks: tuple[int, ...], blobs: tuple[bytes, ...]) -> Verdict:
@@ -248,8 +223,7 @@ def _judged(ranks: tuple[int, ...], blobs: tuple[bytes, ...]) -> Verdict:
         raise ProtocolError(detail=f"arrivals that can't be compared: {exc}") from exc
 
 
-_short_verdict = lru_cache(maxsize=256)(_judged)
-_long_verdicts: PlanCache[Verdict] = PlanCache(256, _CACHED_NBYTES, lambda verdict: _nbytes(verdict.specs))
+_cached_verdict = lru_cache(maxsize=256)(_judged)
 
 
 def _of_rank(rank: int, blob: bytes) -> Arrival:
@@ -397,7 +371,7 @@ def encode_arrivals(arrivals: Mapping[int, bytes], *, conflict: bool) -> bytes:
 
 def decode_arrivals(data: bytes) -> tuple[bool, Mapping[int, bytes]]:
     """Reads the arrivals of a participant of a batch; raises ProtocolError on other bytes."""
-    return _cached_arrivals(data) if _is_short(data) else _decoded_arrivals(data)
+    return _cached_arrivals(data) if len(data) <= CACHED_NBYTES else _decoded_arrivals(data)
 
 
 def _decoded_arrivals(data: bytes) -> tuple[bool, Mapping[int, bytes]]:
