@@ -1,7 +1,8 @@
 """Copies between many places of this process's memory and one contiguous place, by one system call per 1,024 places.
 
 The kernel copies from and to the memory of a process by vectors (process_vm_readv), this process's own included. For
-small arrays that takes half the time of copies that Python starts one by one.
+hundreds of arrays of at most 256 bytes that takes down to half the time of copies that Python starts one by one; larger
+arrays are copied slower, as the kernel looks up each page.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 _MOST = 1024  # vectors of one call
@@ -46,17 +46,25 @@ class MemoryVectors:
         if call is None:
             return False
         for vectors, count, nbytes in self._calls:
-            if call(pid, vectors, count, (ctypes.c_size_t * 2)(address, nbytes), 1, 0) != nbytes:
+            copied = call(pid, vectors, count, (ctypes.c_size_t * 2)(address, nbytes), 1, 0)
+            if copied != nbytes:
+                if copied < 0:  # such as by a container's filter of system calls: it would refuse the next ones too
+                    _functions[name] = None
                 return False
             address += nbytes
         return True
 
 
-@cache
+_functions: dict[str, Any] = {}  # None: the system lacks or refuses it
+
+
 def _function(name: str) -> Any:
+    if name in _functions:
+        return _functions[name]
     function = getattr(ctypes.CDLL(None), name, None)
     if function is not None:
         span, number = ctypes.c_void_p, ctypes.c_ulong
         function.argtypes = (ctypes.c_int, span, number, span, number, number)
         function.restype = ctypes.c_ssize_t
+    _functions[name] = function
     return function

@@ -102,11 +102,13 @@ class Communicator(Protocol):
     ) -> Sequence[bytes]:
         """Waits for all of `launch.ranks` and returns their arrivals, in rank order.
 
+        A further agreement may follow, even if ranks passed a kernel: arrivals decide that, so all ranks know it.
+
         Args:
             launch: The launch.
             arrival: The bytes that this rank sends to the others.
             kernel: The first kernel of the launch. The backend may stage its input for other ranks. Unless the launch
-                is refused, all ranks pass their first kernel, or none does.
+                is refused, or another agreement follows, all ranks pass their first kernel, or none does.
             expected: The result of the agreement of an earlier run, or None; ranks may differ in this.
 
         Returns:

@@ -29,7 +29,7 @@ from raycollect.core.signals import Deferred, deliver, waiting
 from raycollect.driver.dispatch_lock import Inside
 from raycollect.driver.error_location import ErrorLocator, RankNames
 from raycollect.engine.agreement import ArrivalGather
-from raycollect.engine.long_arrivals import MOST_PARTS
+from raycollect.engine.long_arrivals import most_parts
 from raycollect.errors import (
     CollectiveTimeoutError,
     ParticipantDiedError,
@@ -272,7 +272,7 @@ class PlanTracker:
             rounds = plan.rounds_at(at, in_group=bool(message.group_id))
             commits = plan.commits and not message.group_id
             # Long arrivals travel in parts, a round each.
-            if not 0 <= message.round < (rounds - commits) * MOST_PARTS + commits:
+            if not 0 <= message.round < (rounds - commits) * most_parts(len(ranks)) + commits:
                 raise ProtocolError(detail=f"launch {message.seq} has no round {message.round} to agree in")
             key = (message.seq, message.round, message.group_id, ranks)
             blobs = self._gathers.setdefault(key, ArrivalGather(ranks)).arrive(message.rank, message.blob)

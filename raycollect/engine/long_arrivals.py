@@ -19,8 +19,18 @@ PART_NBYTES = 60 << 10
 MOST_NBYTES = 32 << 20
 """The longest arrival."""
 
-MOST_PARTS = 1 + -(-MOST_NBYTES // PART_NBYTES)
-"""The most messages of a rank in a round of the agreement."""
+_MET_NBYTES = 900 << 10  # of the messages of all ranks, which the controller sends on in one frame
+
+
+def part_nbytes(ranks: int) -> int:
+    """The longest message in an agreement of so many ranks."""
+    return min(PART_NBYTES, _MET_NBYTES // ranks)
+
+
+def most_parts(ranks: int) -> int:
+    """The most messages of a rank in a round of the agreement."""
+    return 1 + -(-MOST_NBYTES // part_nbytes(ranks))
+
 
 _NO_PART = b"\x00"  # not empty: an empty message is a commit
 _MARK = b"\xc0"  # the first byte of a digest's message; no other arrival begins with it
@@ -40,14 +50,14 @@ Bring = Callable[[bytes, Kernel | None], Sequence[bytes]]
 """Exchanges one message, as `Launches.bring`."""
 
 
-def exchange(bring: Bring, arrival: bytes, kernel: Kernel | None = None) -> Sequence[bytes]:
-    """Exchanges arrivals without an earlier run; returns those of all ranks.
+def exchange(bring: Bring, arrival: bytes, kernel: Kernel | None = None, *, ranks: int) -> Sequence[bytes]:
+    """Exchanges the arrivals of so many ranks without an earlier run; returns those of all.
 
     Raises:
         RefusedError: The arrival is too long. Nothing was sent.
         ProtocolError: Another rank's messages are malformed.
     """
-    if len(arrival) <= PART_NBYTES:
+    if len(arrival) <= part_nbytes(ranks):
         return whole(bring, arrival, bring(arrival, kernel))
     if len(arrival) > MOST_NBYTES:
         actual = f"of so many tensors that their description takes {len(arrival)} bytes"
@@ -69,8 +79,9 @@ def whole(bring: Bring, arrival: bytes, messages: Sequence[bytes]) -> Sequence[b
     if most > MOST_NBYTES:
         raise ProtocolError(detail=f"an arrival of {most} bytes")
     parts = [bytearray() for _ in messages]
-    for start in range(0, most, PART_NBYTES):
-        brought = bring(arrival[start : start + PART_NBYTES] or _NO_PART, None)
+    nbytes = part_nbytes(len(messages))
+    for start in range(0, most, nbytes):
+        brought = bring(arrival[start : start + nbytes] or _NO_PART, None)
         for digest, gathered, part in zip(digests, parts, brought, strict=True):
             if digest is not None and start < digest.nbytes:
                 gathered += part
@@ -84,7 +95,7 @@ def whole(bring: Bring, arrival: bytes, messages: Sequence[bytes]) -> Sequence[b
 
 def messages_of(arrivals: Sequence[bytes]) -> tuple[bytes, ...]:
     """Returns the ranks' first messages in a later run with the same arrivals."""
-    if all(len(arrival) <= PART_NBYTES for arrival in arrivals):
+    if all(len(arrival) <= part_nbytes(len(arrivals)) for arrival in arrivals):
         return tuple(arrivals)
     earlier = _hashed(b"".join(map(_hashed, arrivals)))
     return tuple([_message(arrival, earlier) for arrival in arrivals])

@@ -17,6 +17,7 @@ from raycollect.backends import arrays
 from raycollect.backends.arrays import DeviceArray
 from raycollect.core.model import Kernel, Key, OpKind
 from raycollect.core.operations import PIECES
+from raycollect.engine import long_arrivals
 from raycollect.engine.agreement import (
     Agreement,
     Arrival,
@@ -30,7 +31,6 @@ from raycollect.engine.agreement import (
 from raycollect.engine.device_staging import CUDA, StagingBuffers
 from raycollect.engine.fusion_buffer import FusionBuffer, Item, room, size_of
 from raycollect.engine.instruments import Instruments
-from raycollect.engine.long_arrivals import messages_of
 from raycollect.engine.missing_operand import MissingOperand
 from raycollect.engine.operands import TaskBuffers
 from raycollect.engine.prepared import Count, Prepared, places_of
@@ -114,7 +114,7 @@ class Preparation:
         """Makes the steps of the run from the agreement; `blobs` are the arrivals of the last round."""
         scheduler = Scheduler(self.program, self.tasks, self.buffer, self.first, self.staging_buffers)
         bundles = scheduler.bundles(agreement.verdicts, alone=agreement.conflict)
-        messages = messages_of(blobs)
+        messages = long_arrivals.messages_of(blobs)
         return Prepared(
             program=self.program,
             places=() if self.staging_buffers is not None else self.places,  # staging buffers are too large to keep
@@ -194,15 +194,20 @@ class Preparation:
 
     def bring(self, round_index: int) -> bytes:
         """Returns the arrival of this participant for a round."""
+        self.arrival = self._encoded(round_index)
+        if self.has_violations and len(self.arrival) > long_arrivals.MOST_NBYTES:  # perhaps the reason of the refusal
+            self.arrival = self._encoded(round_index, describes=False)
+        return self.arrival
+
+    def _encoded(self, round_index: int, *, describes: bool = True) -> bytes:
         brought = {
-            task.request: _arrival(operands)
+            task.request: _arrival(operands, describes=describes)
             for task, operands in zip(self.program.tasks, self.tasks, strict=True)
             if task.round == round_index
             or (task.round == round_index - 1 and operands.share.template.is_learned)
             or operands.violations  # noted between the rounds
         }
-        self.arrival = encode_arrivals(brought, conflict=self._conflict())
-        return self.arrival
+        return encode_arrivals(brought, conflict=self._conflict())
 
     def _conflict(self) -> bool:
         """Whether keys that the plan assumes to be separate overlap in memory, and their tasks could be reordered."""
@@ -327,8 +332,10 @@ class Preparation:
                     side = self.staging_buffers.side
                     pairs = [(side(src, domain), side(dst, domain)) for src, dst in pairs]
                 items = [Item(src, dst) for src, dst in pairs]
-                sizes = [size_of(kind, item, len(domain.ranks)) for item in items] if domain.coalesces else []
-                packed = set(range(len(items))).difference(*coalesced(kind, sizes, coalesces=domain.coalesces))
+                packed = set(range(len(items)))
+                if domain.coalesces and len(tasks) == 1:  # tasks that turn out to overlap run one by one
+                    sizes = [size_of(kind, item, len(domain.ranks)) for item in items]
+                    packed.difference_update(*coalesced(kind, sizes, coalesces=True))
                 most = max(most, sum(room(kind, items[at]) for at in packed))
         return max(boxes, min(most, self.program.staging))
 
@@ -368,8 +375,10 @@ def _fit(operands: TaskBuffers, src: Any, dst: Any) -> bool:
     return len(sizes) <= 1 and len({arrays.info(array).dtype for side in sides for array in side}) <= 1
 
 
-def _arrival(operands: TaskBuffers) -> bytes:
+def _arrival(operands: TaskBuffers, *, describes: bool) -> bytes:
     spec = operands.spec()
+    if not describes:
+        spec = replace(spec, gives=None, takes=None)
     if not operands.share.domain.memory:
         spec = replace(spec, one_device=True)
     if operands.violations:

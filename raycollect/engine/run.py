@@ -261,7 +261,7 @@ class Run(Launches):
 
     def _meet(self, agreement: Agreement, preparation: Preparation) -> Sequence[bytes]:
         """Runs all rounds of the agreement; returns all arrivals of the last round."""
-        rounds = self.program.rounds
+        rounds, ranks = self.program.rounds, len(self.program.agreement.ranks)
         for round_index in range(rounds):
             if round_index:
                 preparation.go_on(round_index - 1, agreement.verdicts)
@@ -269,10 +269,10 @@ class Run(Launches):
                     self._complete(preparation)
                 self.observer.event("check")
             try:
-                blobs = exchange(self.bring, preparation.bring(round_index), preparation.first)
+                blobs = exchange(self.bring, preparation.bring(round_index), preparation.first, ranks=ranks)
             except RefusedError as exc:  # the arrival was not sent: the violations are sent instead
                 preparation.refuse(exc.violations)
-                blobs = exchange(self.bring, preparation.bring(round_index))
+                blobs = exchange(self.bring, preparation.bring(round_index), ranks=ranks)
             self._judge(agreement, blobs)
         return blobs
 

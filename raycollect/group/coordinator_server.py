@@ -13,7 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from raycollect.channel import ControlLink, DataLink, Server
-from raycollect.channel.messages import Gone, Message, Refused, Welcome
+from raycollect.channel.messages import Gone, Message, Met, Refused, Welcome
 from raycollect.core import threads
 from raycollect.core.model import Address, GroupSpec
 from raycollect.errors import (
@@ -218,14 +218,25 @@ class CoordinatorServer:
 
         Rank 0 is last: its next work may hold the GIL, and the messages to the other ranks must be sent before.
         """
+        denial: Met | None = None
         for rank, message in orders:
             link = self._links.get(rank)
-            if link is not None:
-                with suppress(ConnectionLostError):  # `closed` deals with it
+            if link is None:
+                continue
+            with suppress(ConnectionLostError):  # `closed` deals with it
+                try:
                     link.send(message)
+                except ConnectionLostError:
+                    raise
+                except ProtocolError as exc:  # too long for a frame: the call fails, on rank 0 too
+                    if not isinstance(message, Met):
+                        raise
+                    denial = replace(message, call=0, blobs=[], error=to_wire(exc))
+                    link.send(denial)
         for rank, message in orders:
             if rank == 0 and self._process_group is not None:
-                self._process_group.received(message)
+                denied = denial if isinstance(message, Met) else None
+                self._process_group.received(denied or message)
 
 
 def _name(hello: dict[str, Any]) -> tuple[str, str]:

@@ -198,7 +198,7 @@ class MemberCall:
         def attempt(communicator: Communicator, seq: int) -> Outcome:
             launch = Launch(seq=seq, ranks=ranks, timeout_s=limit_s)
             try:
-                blobs = exchange(partial(communicator.agree, launch), blob)
+                blobs = exchange(partial(communicator.agree, launch), blob, ranks=len(ranks))
                 verdict = judge(launch.ranks, tuple(map(decode_single, launch.ranks, blobs)))
                 return Outcome(error=refusal(spec.op, self._process_group.name, verdict.violations))
             except RaycollectError as exc:

@@ -16,7 +16,9 @@ from raycollect.core.model import Kernel
 
 # Elements [first, last) of a row, the array that holds them, and their range [start, stop) in it
 _Span = tuple[int, int, Flat, int, int]
-_MANY = 8  # From so many arrays in a chunk on, vectors take less time
+# Vectors take less time for so many arrays in a chunk, of at most so many bytes on average
+_MANY = 8
+_SMALL_NBYTES = 4 << 10
 
 
 class CoalescedRow(Flat):
@@ -66,11 +68,12 @@ class CoalescedRow(Flat):
             flat.write(start, stop, values[first - lo : last - lo])
 
     def _vectors_of(self, lo: int, hi: int) -> MemoryVectors | None:
-        """The places of elements [lo, hi); None if arrays are few, or not contiguous."""
+        """The places of elements [lo, hi); None if arrays are few, large, or not contiguous."""
         if (lo, hi) not in self._vectors:
             spans, itemsize = self._spans(lo, hi), self.dtype.itemsize
             vectors = None
-            if len(spans) >= _MANY and all(flat.direct for _, _, flat, _, _ in spans):
+            is_small = (hi - lo) * itemsize <= len(spans) * _SMALL_NBYTES
+            if is_small and len(spans) >= _MANY and all(flat.direct for _, _, flat, _, _ in spans):
                 vectors = MemoryVectors(
                     [(flat.address + at * itemsize, (end - at) * itemsize) for _, _, flat, at, end in spans]
                 )

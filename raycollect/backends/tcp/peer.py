@@ -11,7 +11,8 @@ this launch, LEFT          the peer has left it before its end
 this launch, HERE          the peer responds, in a kernel of another library; see `TcpMesh.silent`
 this launch, AHEAD         sent before the agreement: dropped if another agreement comes next, or if its size differs
                            from the expected size, so that the launch is refused; else as DATA
-this launch, other         fills the next posted receive; stays in the socket without one
+this launch, ARRIVAL       fills the next posted receive; stays in the socket without one, or if that is for data
+this launch, DATA          fills the next posted receive; stays in the socket without one
 a later launch             the peer has left this one; stays in the socket until this rank begins that launch
 =========================  =====================================================================================
 
@@ -271,6 +272,9 @@ class PeerConnection:
 
     def _put(self, receive: PostedReceive, kind: int, step: int, nbytes: int) -> None:
         into = receive.into
+        if kind == ARRIVAL and into is not None:  # posted for data ahead of a kernel, but another agreement follows
+            self.is_held = True
+            return
         if kind == AHEAD and step == receive.step and (into is None or nbytes != into.nbytes):
             into = None  # another agreement follows, or all ranks refuse this launch
         elif into is None:

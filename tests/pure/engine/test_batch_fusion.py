@@ -122,6 +122,18 @@ def test_independent_calls_of_one_form_are_one_kernel(count: int) -> None:
             np.testing.assert_array_equal(of_call, [right] * 2)
 
 
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+@pytest.mark.parametrize(("count", "size"), [(100, 1000), (1, 13000)])
+def test_calls_that_turn_out_to_overlap_run_one_after_the_other(count: int, size: int, backend: str) -> None:
+    sizes = [size] * count + [3, 3]
+    with convoy_of(2, backend) as convoy:
+        models = [{str(at): np.full(size, 1 + rank) for at, size in enumerate(sizes)} for rank in range(2)]
+        views = [{name: array[:] for name, array in model.items()} for model in models]
+        outcomes = convoy.run(allreduces(convoy, [models, views]), convoy.memberships * 2)
+        assert [outcome.error for outcome in outcomes.values()] == [None] * 2
+        assert all((array == 6).all() for model in models for array in model.values())
+
+
 def test_a_batch_in_a_loop_is_remembered_until_an_operand_is_gone_or_changed() -> None:
     with convoy_of([[0, 1]]) as convoy:
         values = [[np.ones(3), np.ones(3)] for _ in range(3)]

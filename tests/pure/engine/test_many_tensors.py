@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core.model import OpKind
 from raycollect.engine.agreement import Arrival, Spec, encode_arrival
 from raycollect.engine.long_arrivals import PART_NBYTES, exchange, messages_of, whole
@@ -16,7 +17,7 @@ from raycollect.engine.operands import Bound
 from raycollect.errors import MismatchError, ProtocolError
 from raycollect.planner import Request
 from raycollect.pos import tensors
-from tests.pure.engine.convoys import convoy_of
+from tests.pure.engine.convoys import allreduces, convoy_of
 from tests.pure.fleet import WAIT_S, Convoy, contain
 
 WORLD, COUNT = 3, 2500
@@ -104,6 +105,18 @@ def test_a_dict_without_one_name_is_refused_on_all_ranks(convoy: Convoy) -> None
     assert len(errors) == WORLD
 
 
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_many_tensors_beside_one_are_refused_and_the_next_call_is_right(backend: str) -> None:
+    for _ in range(5):  # each a race of rank 0's first part with the other ranks' receives of data
+        with convoy_of(WORLD, backend) as convoy:
+            outcomes = convoy.run(allreduces(convoy, [[model(0), np.ones(3), np.ones(3)]]), convoy.memberships)
+            assert {type(outcome.error) for outcome in outcomes.values()} == {MismatchError}
+            few = [np.ones(3) for _ in range(WORLD)]
+            outcomes = convoy.run(allreduces(convoy, [few]), convoy.memberships)
+            assert [outcome.error for outcome in outcomes.values()] == [None] * WORLD
+            assert all((array == WORLD).all() for array in few)
+
+
 # ---------------------------------------------------------------------------------------------- the exchange
 
 
@@ -124,16 +137,16 @@ LONG = bytes(range(256)) * 1000
 
 def test_short_arrivals_take_one_exchange() -> None:
     others = Others([b"theirs"])
-    assert exchange(others, b"mine") == [b"mine", b"theirs"]
+    assert exchange(others, b"mine", ranks=2) == [b"mine", b"theirs"]
     assert messages_of([b"mine", b"theirs"]) == (b"mine", b"theirs")
 
 
 def test_a_rank_with_a_short_arrival_gets_the_parts_of_a_long_one() -> None:
     first: list[bytes] = []
-    exchange(lambda message, _: (first.append(message), [message])[1] if not first else [message], LONG)
+    exchange(lambda message, _: (first.append(message), [message])[1] if not first else [message], LONG, ranks=1)
     parts = [LONG[at : at + PART_NBYTES] for at in range(0, len(LONG), PART_NBYTES)]
     others = Others([*first, *parts])
-    assert exchange(others, b"mine") == [b"mine", LONG]
+    assert exchange(others, b"mine", ranks=2) == [b"mine", LONG]
     assert all(others.sent), "an empty message is a commit"
 
 
@@ -141,9 +154,23 @@ def test_parts_that_do_not_fit_their_digest_are_refused() -> None:
     _, message = messages_of([b"mine", LONG])
     for parts in ([b"no part"] * 10, [LONG[at : at + PART_NBYTES] for at in range(7, len(LONG) + 7, PART_NBYTES)]):
         with pytest.raises(ProtocolError):
-            exchange(Others([message, *parts]), b"mine")
+            exchange(Others([message, *parts]), b"mine", ranks=2)
     with pytest.raises(ProtocolError):
-        exchange(Others([message[:-1]]), b"mine")
+        exchange(Others([message[:-1]]), b"mine", ranks=2)
+
+
+def test_the_parts_of_many_ranks_fit_one_frame() -> None:
+    for ranks in (2, 18, 500):
+        others = [bytes(1 + rank % 3) for rank in range(1, ranks)]
+        sent: list[bytes] = []
+
+        def bring(message: bytes, _: object, sent: list[bytes] = sent, others: list[bytes] = others) -> list[bytes]:
+            sent.append(message)
+            return [message, *others]
+
+        assert exchange(bring, LONG, ranks=ranks) == [LONG, *others]
+        assert b"".join(sent[1:]) == LONG
+        assert ranks * max(map(len, sent)) < MAX_FRAME_NBYTES
 
 
 def test_messages_of_a_later_run_differ_with_any_arrival() -> None:
