@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from raycollect.backends.arrays import Array
+from raycollect.backends.arrays import Array, as_bytes
 from raycollect.core.memory_vectors import MemoryVectors
 
 # Vectors take less time for so many copies, of at most so many bytes on average
@@ -53,7 +53,9 @@ class _Each:
     def __init__(self, pairs: _Pairs, copy: Callable[[Array, Array], Any]) -> None:
         self._copy = copy
         # Bytes to bytes takes a third of numpy's time for a few KiB
-        self._bytes = [(_bytes(target), _bytes(source)) for target, source in pairs if _is_plain(target, source)]
+        self._bytes = [
+            (as_bytes(target).data, as_bytes(source).data) for target, source in pairs if _is_plain(target, source)
+        ]
         self._others = [(target, source) for target, source in pairs if not _is_plain(target, source)]
 
     def __call__(self) -> None:
@@ -117,7 +119,3 @@ def _reach(pairs: _Pairs, addresses: Sequence[tuple[int, int]], at: int, side: i
 def _is_plain(target: Array, source: Array) -> bool:
     flags = target.flags.c_contiguous and source.flags.c_contiguous
     return flags and target.dtype == source.dtype and target.size == source.size > 0
-
-
-def _bytes(array: Array) -> memoryview:
-    return array.reshape(-1).view(np.uint8).data

@@ -147,6 +147,12 @@ def split(array: Array | DeviceArray, count: int) -> tuple[Array | DeviceArray, 
     return tuple(DeviceArray(row, array.is_read_only) if isinstance(array, DeviceArray) else row for row in rows)
 
 
+def as_bytes(array: Array) -> Array:
+    """The bytes of an array in C order: its memory, or a copy if it has gaps."""
+    flat: Array = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return flat
+
+
 def box_of(array: Array, at: Sequence[int], size: Sequence[int]) -> Array:
     """A box of an array, as a view."""
     place: Any = (*(slice(lo, lo + n) for lo, n in zip(at, size, strict=True)), ...)  # ...: a view of scalars, too

@@ -28,7 +28,7 @@ _Result = TypeVar("_Result")
 _MOVED = (OpKind.BROADCAST, OpKind.SEND, OpKind.RECV)
 
 
-def check_arrival(arrival: bytes, limit_nbytes: int, group_name: str, rank: int) -> None:
+def check_arrival(arrival: bytes, limit_nbytes: int, group_name: str = "", rank: int = -1) -> None:
     """Raises UnsupportedError if an arrival is too long for the agreement."""
     if len(arrival) > limit_nbytes:
         actual = f"of so many tensors that their description takes {len(arrival)} bytes"

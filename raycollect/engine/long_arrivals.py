@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 
+from raycollect.backends.kernels import check_arrival
 from raycollect.core.codec import Codec, Wire
 from raycollect.core.model import Kernel
-from raycollect.errors import ProtocolError, Violation, refusal
+from raycollect.errors import ProtocolError
 
 PART_NBYTES = 60 << 10
 """The longest message; the agreement of each backend carries it."""
@@ -59,10 +60,7 @@ def exchange(bring: Bring, arrival: bytes, kernel: Kernel | None = None, *, rank
     """
     if len(arrival) <= part_nbytes(ranks):
         return whole(bring, arrival, bring(arrival, kernel))
-    if len(arrival) > MOST_NBYTES:
-        actual = f"of so many tensors that their description takes {len(arrival)} bytes"
-        expected = f"at most {MOST_NBYTES}: several operands, one after the other"
-        raise refusal("", "", (Violation(kind="unsupported", field="operand", found=actual, expected=expected),))
+    check_arrival(arrival, MOST_NBYTES)
     return whole(bring, arrival, bring(_message(arrival, b""), None))
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from raycollect.backends.arrays import Array, box_of
+from raycollect.backends.arrays import Array, as_bytes, box_of
 from raycollect.channel import DataClient
 from raycollect.channel.messages import Copied
 from raycollect.core.codec import Codec
@@ -145,7 +145,7 @@ def take(
         client.tell(Copied())
         return Borrowed(copies)
     received = [empty(box.size, box.dtype, in_arena=in_arena) for box in wanted]
-    _receive(client, list(map(flat, received)))
+    _receive(client, [as_bytes(array).data for array in received])
     return Borrowed(received)
 
 
@@ -184,8 +184,3 @@ def _receive(client: DataClient, into: Sequence[memoryview]) -> None:
     client.receive_blob(*into)
     if client.blob_left:
         raise ProtocolError(detail="the announced bytes are not those of the boxes")
-
-
-def flat(array: Array) -> memoryview:
-    """Returns the bytes of a box in C order, copied if it lies with gaps."""
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

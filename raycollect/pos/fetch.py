@@ -222,7 +222,7 @@ def _read_value(client: DataClient, answer: Any, asked_s: float, request: Fetch)
     if sent != answer.blob_nbytes - answer.described_nbytes:
         raise ProtocolError(detail="the announced bytes are not those of the tensors")
     values = [np.empty(info.shape, info.dtype) for info in described.infos]
-    memory = [array.reshape(-1).view(np.uint8).data for array in values]
+    memory = [arrays.as_bytes(array).data for array in values]
     client.receive_blob(*(into for into, ref in zip(memory, described.refs, strict=True) if ref is None))
     lent = [(ref, into) for into, ref in zip(memory, described.refs, strict=True) if ref is not None]
     if lent:
@@ -330,7 +330,7 @@ def _serve_fetch(link: DataLink, store: Store, message: Fetch) -> None:
             offers = [_offer(view, tensor, None) for view, tensor in pairs]
         if all(offer.is_copy for offer in offers):
             claim.close()  # a slow reader of copies blocks no plan
-        blobs = [offer.array.reshape(-1).view(np.uint8).data for offer in offers if offer.ref is None]
+        blobs = [arrays.as_bytes(offer.array).data for offer in offers if offer.ref is None]
         infos, refs = [offer.info for offer in offers], [offer.ref for offer in offers]
         described = description.encode(Description(container.structure, infos, refs))
         nbytes_sent = sum(blob.nbytes for blob in blobs)
@@ -365,7 +365,7 @@ def _serve_read(link: DataLink, store: Store, message: Read) -> None:
             # `Copied`, or None: the client has ended, or is too slow
             link.receive(None if held.is_frozen else lending_s(nbytes))
             return
-        blobs = list(map(boxes.flat, views))
+        blobs = [arrays.as_bytes(view).data for view in views]
         if not held.is_frozen:
             claim.close()  # a slow reader blocks no plan
         link.send(Fetched(description=LENT.encode(None), blob_nbytes=nbytes), blobs)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from raycollect.backends.arrays import Array
+from raycollect.backends.arrays import Array, as_bytes
 from raycollect.backends.elements import convert
 
 _CHUNK_NBYTES = 512 << 10
@@ -23,34 +23,24 @@ def digest(array: Array) -> bytes:
     """Returns the digest of an array."""
     state = xxhash.xxh3_128()
     if array.flags.c_contiguous:
-        state.update(_bytes(array))
+        state.update(as_bytes(array).data)
     else:
         for part in _chunks(array):
-            state.update(_bytes(array[part]))
+            state.update(as_bytes(array[part]).data)
     return bytes(state.digest())
 
 
 def copied(into: Array, array: Array) -> bytes:
-    """Copies an array, and returns the digest of the copy."""
+    """Copies an array, converted if the element types differ, and returns the digest of the copy."""
     state = xxhash.xxh3_128()
     if into.nbytes <= _CHUNK_NBYTES:
-        np.copyto(into, array)
-        state.update(_bytes(into))
+        convert(into, array)
+        state.update(as_bytes(into).data)
     else:
         for part in _chunks(into):
             target = into[part]
-            np.copyto(target, array[part])
-            state.update(_bytes(target))
-    return bytes(state.digest())
-
-
-def converted(into: Array, array: Array) -> bytes:
-    """Copies an array of another element type, and returns the digest of the copy."""
-    state = xxhash.xxh3_128()
-    for part in _chunks(into):
-        target = into[part]
-        convert(target, array[part])
-        state.update(_bytes(target))
+            convert(target, array[part])
+            state.update(as_bytes(target).data)
     return bytes(state.digest())
 
 
@@ -60,7 +50,7 @@ def is_same(some: Array, other: Array) -> bool:
         return False
     if some.flags.c_contiguous and other.flags.c_contiguous and some.dtype == other.dtype:
         return bool(_memcmp()(some.ctypes.data, other.ctypes.data, some.nbytes) == 0)
-    return all(np.array_equal(_flat(some[part]), _flat(other[part])) for part in _chunks(some))
+    return all(np.array_equal(as_bytes(some[part]), as_bytes(other[part])) for part in _chunks(some))
 
 
 @lru_cache(maxsize=1)
@@ -77,11 +67,3 @@ def _chunks(array: Array) -> Iterator[Any]:
     rows = max(1, _CHUNK_NBYTES * len(array) // max(array.nbytes, 1))
     for lo in range(0, len(array), rows):
         yield slice(lo, lo + rows)
-
-
-def _flat(array: Array) -> Array:
-    return (array if array.flags.c_contiguous else np.ascontiguousarray(array)).reshape(-1).view(np.uint8)
-
-
-def _bytes(array: Array) -> Any:
-    return _flat(array).data

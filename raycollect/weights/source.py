@@ -271,9 +271,8 @@ class Source:
                 continue
             spare = self._spare.setdefault(at, [])
             filling.slot.arrays[at] = fresh = spare.pop() if spare else self._side.allocate_array(array, dtype)
-            copied = digests.converted if is_converted else digests.copied
             for atom, part, box in boxes:
-                sealed[atom] = copied(self._side.box(filling.slot.arrays, part), box)
+                sealed[atom] = digests.copied(self._side.box(filling.slot.arrays, part), box)
             if is_converted and before is not None and all(before.sealed.get(atom) == sealed[atom] for atom in some):
                 filling.slot.arrays[at] = before.arrays[at]
                 spare.append(fresh)
