@@ -14,9 +14,7 @@ pytest.importorskip("xxhash", reason="digests need it")
 import numpy as np
 
 from raycollect.member.participant import Participant
-from raycollect.pos import fetch
-from tests.pure.participants import entered, participant
-from tests.pure.weights.sides import AMONG, HERE, V1, holder, receiver, source, tensors
+from tests.pure.weights.sides import AMONG, V1, entered_here, holder, receiver, source, tensors
 from tests.support.values import replace
 
 from . import devices
@@ -29,12 +27,8 @@ PLACES = ("host", *LIBRARIES)
 @pytest.fixture
 def here() -> Iterator[Participant]:
     """The actor of both ranks; what reads from it has its store."""
-    actor = participant()
-    fetch.register_local(HERE.address.secret, actor.store)
-    with entered(actor):
+    with entered_here() as actor:
         yield actor
-    fetch.forget_local(HERE.address.secret)
-    actor.close()
 
 
 def _put(value: float, where: str) -> dict[str, Any]:

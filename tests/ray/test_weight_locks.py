@@ -89,8 +89,7 @@ class AsyncEngine(Engine):
                 await asyncio.sleep(0)
 
 
-@ray.remote(num_cpus=0, max_concurrency=4)
-class ThreadedEngine(Engine):
+class EngineOfThreads(Engine):
     def __init__(self):
         super().__init__()
         self.lock = threading.Lock()
@@ -107,6 +106,9 @@ class ThreadedEngine(Engine):
         self.is_over = True
         return sorted(self.seen), self.mixed
 
+
+@ray.remote(num_cpus=0, max_concurrency=4)
+class ThreadedEngine(EngineOfThreads):
     @contextmanager
     def paused(self):
         with self.lock:
@@ -114,23 +116,10 @@ class ThreadedEngine(Engine):
 
 
 @ray.remote(num_cpus=0, concurrency_groups={"compute": 2})
-class GroupedEngine(Engine):
-    def __init__(self):
-        super().__init__()
-        self.lock = threading.Lock()
-
-    def get(self):
-        return self.weights
-
+class GroupedEngine(EngineOfThreads):
     @ray.method(concurrency_group="compute")
     def generate(self, sub):
-        while not self.is_over:
-            with self.lock:
-                self.note(self.read(), self.read(), version=sub.version())
-
-    def stop(self):
-        self.is_over = True
-        return sorted(self.seen), self.mixed
+        super().generate(sub)
 
 
 @pytest.fixture

@@ -15,14 +15,25 @@ from raycollect.errors import (
     VersionNotPutError,
 )
 from raycollect.planner.layout import layout
-from raycollect.pos import Container, fetch
+from raycollect.pos import Container
 from raycollect.weights import agent, atoms
 from raycollect.weights.local_side import LocalSide
 from raycollect.weights.receiver import Receiver
 from raycollect.weights.source import Source
 from tests.pure.mixed import host, is_on_gpu, same
-from tests.pure.participants import entered, participant
-from tests.pure.weights.sides import AMONG, HERE, KEY, LAYOUTS, NAMES, NBYTES, V1, holder, receiver, source, tensors
+from tests.pure.weights.sides import (
+    AMONG,
+    KEY,
+    LAYOUTS,
+    NAMES,
+    NBYTES,
+    V1,
+    entered_here,
+    holder,
+    receiver,
+    source,
+    tensors,
+)
 from tests.support.values import replace
 
 PLACES = ("host", "gpu", "gpu with gaps")
@@ -31,12 +42,8 @@ PLACES = ("host", "gpu", "gpu with gaps")
 @pytest.fixture(autouse=True)
 def here():
     """The actor of both ranks; what reads from it has its store."""
-    actor = participant()
-    fetch.register_local(HERE.address.secret, actor.store)
-    with entered(actor):
+    with entered_here() as actor:
         yield actor
-    fetch.forget_local(HERE.address.secret)
-    actor.close()
 
 
 def put(fake, values, where):

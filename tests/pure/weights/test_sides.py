@@ -31,22 +31,22 @@ from raycollect.errors import (
     wrong_layout,
 )
 from raycollect.planner.layout import layout
-from raycollect.pos import Container, fetch
+from raycollect.pos import Container
 from raycollect.weights import agent, atoms
 from raycollect.weights.ranks import Ranks
 from raycollect.weights.receiver import Receiver
 from raycollect.weights.side_ranks import ActorRanks
 from raycollect.weights.source import Source
-from tests.pure.participants import entered, participant
+from tests.pure.participants import entered
 from tests.pure.weights.sides import (
     AMONG,
-    HERE,
     KEY,
     LAYOUTS,
     NAMES,
     NBYTES,
     OTHER,
     V1,
+    entered_here,
     holder,
     receiver,
     source,
@@ -59,12 +59,8 @@ from tests.support.waiting import wait_until
 @pytest.fixture(autouse=True)
 def here():
     """The actor of both ranks; what reads from it has its store."""
-    actor = participant()
-    fetch.register_local(HERE.address.secret, actor.store)
-    with entered(actor):
+    with entered_here() as actor:
         yield actor
-    fetch.forget_local(HERE.address.secret)
-    actor.close()
 
 
 def part_of(name):
