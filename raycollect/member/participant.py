@@ -312,6 +312,8 @@ class Participant:
             return
         lease = self._lease
         if lease is None or lease.link is not link:
+            if self._lenders.is_connected(_lender(link)):  # its lease has ended, and the message was under way
+                return
             raise ProtocolError(detail=f"{type(message).__name__} from a controller without the lease")
         if isinstance(message, Bye):
             self._end_lease(lease, "the controller said goodbye")

@@ -31,6 +31,10 @@ class TokenLenders:
             self._keys[owner] = set()
             self._connected.add(owner)
 
+    def is_connected(self, owner: bytes) -> bool:
+        """Whether an owner's connection is open."""
+        return owner in self._connected
+
     def note(self, owner: bytes, key: Key) -> bool:
         """Registers a value with a lent token; False if the owner is not connected, and so can't report its end."""
         with self._lock:

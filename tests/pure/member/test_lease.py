@@ -16,9 +16,11 @@ from raycollect.channel import Mailbox
 from raycollect.channel.mailbox import IN_ORDER, Letters
 from raycollect.channel.messages import (
     Abort,
+    Bye,
     Collect,
     Collected,
     Done,
+    Forget,
     Gone,
     Joined,
     Leave,
@@ -30,12 +32,14 @@ from raycollect.channel.messages import (
     Record,
     Seen,
     Ticked,
+    Unused,
 )
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core.model import Launch, task_key
 from raycollect.core.protocols import Joining
 from raycollect.errors import (
     CollectiveTimeoutError,
+    ConnectionLostError,
     GroupBrokenError,
     MismatchError,
     PlanAbortedError,
@@ -53,6 +57,7 @@ from raycollect.member.plan_queue import ReceivedPlan
 from raycollect.member.token_lenders import TokenLenders
 from raycollect.planner import Ticket, decode_order, encode_order, encode_program
 from raycollect.pos import Store
+from raycollect.ray_bridge.call_tokens import LentToken
 from tests.pure.driver.tracked_plans import asked, flying, group, key_of
 from tests.pure.fleet import contain
 from tests.pure.member.leases import WAIT_S, Backend, Heard, backend, join, leased, plan, premises
@@ -305,6 +310,19 @@ def test_what_a_controller_lent_is_kept_until_it_has_ended() -> None:
     lenders.close(b"owner", lambda: False)
     assert wait_until(lambda: not store.statistics().held)
     assert not lenders.note(b"owner", key)
+
+
+def test_messages_under_way_at_the_end_of_a_lease_leave_the_connection_to_the_values(premises: Any) -> None:
+    """A thread of the controller may close a captured step while another ends the lease."""
+    _, heard = leased(premises, owner=b"owner")
+    key = key_of(0)
+    premises.keep(key, contain(np.ones(2)), LentToken(token=None, owner=b"owner", packed=cast(Any, None)))
+    for message in (Bye(), Forget(capture=b"step"), Leave(group_id="id of g"), Unused(keys=[key])):
+        premises.received(heard, message)
+    assert premises.store.statistics().held == 0
+    premises.closed(heard, ConnectionLostError(detail="the test is over"))
+    with pytest.raises(ProtocolError):
+        premises.received(heard, Forget(capture=b"step"))
 
 
 @pytest.mark.parametrize("is_taken", [False, True])
