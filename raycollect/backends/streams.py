@@ -84,8 +84,15 @@ class GroupStream:
                 finally:  # work enqueued before a failure runs all the same
                     self._after.record(self.stream)
 
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Enqueues a copy between addresses of this device and of page-locked memory, after this stream's work."""
+        runtime = self._cuda.runtime
+        with RelaxedCapture(), on_device(self._device):
+            runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, self.stream.ptr)
+            self._after.record(self.stream)
+
     def has_ended(self) -> bool:
-        """Tells whether the work of the last `entered` is done; raises cupy's error if the device has failed."""
+        """Tells whether the last `entered` or `copy` is done; raises cupy's error if the device has failed."""
         return _is_done(self._cuda.runtime.eventQuery(self._after.ptr))  # `Event.done` is False after a failure
 
     def _follow(self) -> None:
