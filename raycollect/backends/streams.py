@@ -180,15 +180,19 @@ def _is_done(status: Any) -> bool:
 
 
 def mark(tensors: Sequence[TensorInfo]) -> Mark | None:
-    """Records the progress of the calling thread's streams on the devices of tensors; None if there are none."""
-    if not tensors:
-        return None
+    """Records the progress of the calling thread's streams on the devices of tensors; None if there are none.
+
+    Inside `after` it is the mark that the thread's kernels follow.
+    """
+    if not tensors or _thread.mark is not None:
+        return _thread.mark
     events: dict[int, list[Any]] = {}
     for device in _devices(tensors):
         try:
             cuda = import_module("cupy").cuda
-        except ImportError:  # then no kernel follows a mark
-            return None
+        except ImportError:  # then torch copies, on the default stream of another thread that makes the call
+            _settle_torch(device)
+            continue
         with on_device(device):
             for pointer in _current(device):
                 event = _event(cuda, device)
