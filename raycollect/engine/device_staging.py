@@ -44,7 +44,7 @@ from raycollect.planner import Domain
 CPU, CUDA = "cpu", "cuda"
 
 # Larger staging buffers are pageable: cupy's pool rounds up to a power of two, and keeps its memory locked
-MOST_LOCKED_NBYTES = 256 << 20
+_MOST_LOCKED_NBYTES = 256 << 20
 BOUNCE_NBYTES = 4 << 20  # The buffer for pageable memory; it fits the cache of a CPU
 CHUNK_NBYTES = 64 << 20  # Copies of page-locked memory; an abort ends a copy after the current chunk
 _DRAIN_S = 5.0  # How long a chunk may take to end after an abort
@@ -167,7 +167,7 @@ def _make_buffer(array: Array | DeviceArray, home: str) -> Any:
 
 
 def _empty_on_host(array: Array | DeviceArray) -> Array:
-    cupy = _cupy_for(array) if isinstance(array, DeviceArray) and 0 < array.nbytes <= MOST_LOCKED_NBYTES else None
+    cupy = _cupy_for(array) if isinstance(array, DeviceArray) and 0 < array.nbytes <= _MOST_LOCKED_NBYTES else None
     if cupy is not None:
         with suppress(cupy.cuda.runtime.CUDARuntimeError), on_device(device_id(array.device)):  # no more can be locked
             return _page_locked(cupy, array.nbytes).view(native(array.dtype)).reshape(array.shape)

@@ -159,6 +159,7 @@ def asked_by_torch(rank, world, is_for_cuda):
         x = torch.full((3,), rank + 1.0)
         dist.all_reduce(x, group=mesh.get_group(0))
         assert x.tolist() == [world * (world + 1) / 2] * 3
+        assert init_device_mesh("cuda", (world,)).get_group() is group
         assert c10d._get_split_source(group) is None
         assert dist.new_group([1]) is not None
     assert not group._get_backend(cpu).supports_splitting
