@@ -6,7 +6,8 @@ It needs cupy with NCCL, and neither Ray nor pytest: machines with GPUs often re
 
 One rank runs in this process. Several run in processes, one per GPU, or two on one GPU if NCCL takes that. Contenders
 take turns, so that whatever else happens hits all alike: a kernel of ours, with its wait; the bare call of
-`cupy.cuda.nccl` on the same buffers, with a wait for its event; a copy of as many bytes from device to device.
+`cupy.cuda.nccl` on the same buffers, with a wait for its event; a copy of as many bytes from device to device. The
+copies of staging stand beside cupy's own from and to the host.
 
 Exit codes: 0, all went well; 1, a result is wrong or a part failed; 2, there is nothing to run on; 3, something did not
 end, and what is shown is what there was. A goal that is missed is shown, and is no failure.
@@ -43,6 +44,7 @@ from benchmarks.gpu_ranks import (
     body_bandwidth,
     body_check,
     body_overhead,
+    body_staging,
 )
 from benchmarks.report import size as told
 from raycollect.core.model import OpKind, ReduceOp
@@ -58,8 +60,6 @@ LIMIT_S = 470.0
 GRACE_S = 20.0
 """How long a part that has used up its time may take for what it is at."""
 MOST_RANKS = 8
-FORMER = ("graphs", "shared GPU")
-"""Parts that are no more, and that prepared commands may name."""
 
 GOAL, GOAL_FROM = 0.95, 1 << 20
 """The share of bare NCCL's bandwidth to be reached, and from how many bytes on."""
@@ -160,6 +160,15 @@ def overhead(team: Team, quick: bool) -> Iterator[Line]:
     yield Line(part="overhead", ranks=team.world_size, case="allreduce", times_us=times, nbytes=SMALL_NBYTES)
 
 
+def staging(team: Team, quick: bool) -> Iterator[Line]:
+    """The copies of staging by size, to staging buffers and other memory of the host, beside cupy's own."""
+    for nbytes in FAKED if devices.FAKE else QUICK if quick else SIZES:
+        found = team.must(body_staging, nbytes, 4 if devices.FAKE else 30)
+        for way in found[0]:
+            times = slowest([one[way] for one in found])
+            yield Line(part="staging", ranks=team.world_size, case=way, times_us=times, nbytes=nbytes)
+
+
 def slowest(found: Sequence[dict[str, list[float]]]) -> dict[str, float]:
     """Contender -> the median of the slowest rank in microseconds, of seconds by rank."""
     return {name: max(statistics.median(one[name]) for one in found) * 1e6 for name in found[0]}
@@ -171,6 +180,7 @@ def parts_of(several: int) -> list[Part]:
         Part(name="checks", ranks=1, budget_s=50, lines=checked),
         Part(name="bandwidth", ranks=1, budget_s=80, lines=bandwidth),
         Part(name="overhead", ranks=1, budget_s=15, lines=overhead),
+        Part(name="staging", ranks=1, budget_s=20, lines=staging),
         Part(name="checks", ranks=several, budget_s=80, lines=checked),
         Part(name="bandwidth", ranks=several, budget_s=110, lines=bandwidth),
         Part(name="overhead", ranks=several, budget_s=15, lines=overhead),
@@ -212,6 +222,11 @@ class Run:
             self._teams.pop(part.ranks, None)
             said = f"did not end within {part.budget_s + GRACE_S:.0f} s, and was left behind"
             self._add(Line(part=part.name, ranks=part.ranks, said=said, ok=False))
+
+    def refuse(self, names: Sequence[str]) -> None:
+        """Notes names of no part; the others have run, as time on a GPU is scarce."""
+        for name in names:
+            self._add(Line(part=name, ranks=0, said="no part has that name", ok=False))
 
     def _work(self, part: Part, left: threading.Event) -> None:
         until_s = time.monotonic() + part.budget_s
@@ -314,7 +329,7 @@ def table(described: dict[str, str], lines: Sequence[Line]) -> str:
         heads = ("operation", "ranks", "size", "ours GB/s", "NCCL GB/s", "of NCCL", "copy GB/s", "of a copy")
         rows += ["", *columns([heads, *map(_speed, speeds)], heads[1:]), "", _verdict(speeds)]
     for line in lines:
-        if line.part == "overhead" and line.times_us:
+        if line.part in ("overhead", "staging") and line.times_us:
             rows.append(shown(line))
     return "\n".join(rows)
 
@@ -353,9 +368,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="fewer sizes and runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes all lines to a file")
     names = sorted({one.name for one in parts_of(2)})
-    taken = [*names, *FORMER]
     parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="ends with what it has by then")
-    parser.add_argument("--parts", nargs="+", choices=taken, default=names, help="runs only these")
+    parser.add_argument(
+        "--parts", nargs="+", metavar="NAME", default=names, help=f"runs only these: {', '.join(names)}"
+    )
     chosen = parser.parse_args(arguments)
     with _gpus():
         if why := devices.why_none():
@@ -372,9 +388,11 @@ def _run(run: Run, limit_s: float, names: Sequence[str]) -> int:
     try:
         run.machine = describe()
         count = devices.count()
-        for part in parts_of(min(count, MOST_RANKS) if count > 1 else 2):
+        parts = parts_of(min(count, MOST_RANKS) if count > 1 else 2)
+        for part in parts:
             if part.name in names:
                 run.part(part)
+        run.refuse(sorted({*names} - {part.name for part in parts}))
         if run.hung:
             run.leave()
         code = run.report()

@@ -14,7 +14,9 @@ from raycollect.backends.nccl.group import connected, unique_id
 from raycollect.cli.harness import interleave, timed
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
+from raycollect.engine.device_staging import StagingBuffers, transfer
 from raycollect.errors import UnsupportedError
+from raycollect.planner import Domain
 from tests.gpu.cases import run_once, seen
 from tests.pure.conformance import Case, bits
 from tests.pure.operands import operand
@@ -262,3 +264,37 @@ def body_overhead(communicator: Communicator, launches: Sequence[Launch]) -> dic
     operands.check()
     bare.close()
     return {name: found[WARM_UP:] for name, found in times.items()}
+
+
+def body_staging(communicator: Communicator, nbytes: int, runs: int) -> dict[str, dict[str, list[float]]]:
+    """Times copies of one size between a rank's GPU and the host, in turn: direction -> the host's side -> seconds."""
+    domain, array = Domain.of("staging", 0, (0,), "cpu"), import_module("cupy").zeros(nbytes, np.uint8)
+    tensor, pageable = seen(array), np.zeros(nbytes, np.uint8)
+    buffer = StagingBuffers({domain: "cpu"}).side(tensor, domain)
+
+    def set_array() -> None:
+        array.set(pageable)
+        import_module("cupy").cuda.get_current_stream().synchronize()
+
+    ways: dict[str, dict[str, Callable[[], Any]]] = {
+        "from the GPU": {
+            "staging buffer": lambda: transfer(buffer, tensor, _go_on),
+            "other memory": lambda: transfer(pageable, tensor, _go_on),
+            "cupy": lambda: array.get(out=pageable),
+        },
+        "to the GPU": {
+            "staging buffer": lambda: transfer(tensor, buffer, _go_on),
+            "other memory": lambda: transfer(tensor, pageable, _go_on),
+            "cupy": set_array,
+        },
+    }
+    times: dict[str, dict[str, list[float]]] = {way: {name: [] for name in calls} for way, calls in ways.items()}
+    for _ in range(WARM_UP + runs):
+        for way, calls in ways.items():
+            for name, call in calls.items():
+                times[way][name] += timed(call, 1)
+    return {way: {name: found[WARM_UP:] for name, found in calls.items()} for way, calls in times.items()}
+
+
+def _go_on() -> None:
+    """Ends no wait for a copy."""

@@ -25,7 +25,7 @@ def register() -> None:
     from torch import distributed
 
     if distributed.is_available() and "RAYCOLLECT" not in distributed.Backend._plugins:
-        distributed.Backend.register_backend("raycollect", _create, extended_api=True, devices=["cpu"])
+        distributed.Backend.register_backend("raycollect", _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create(given: Any, options: Any) -> Any:

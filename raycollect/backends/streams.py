@@ -84,8 +84,15 @@ class GroupStream:
                 finally:  # work enqueued before a failure runs all the same
                     self._after.record(self.stream)
 
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Enqueues a copy between addresses of this device and of page-locked memory, after this stream's work."""
+        runtime = self._cuda.runtime
+        with RelaxedCapture(), on_device(self._device):
+            runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, self.stream.ptr)
+            self._after.record(self.stream)
+
     def has_ended(self) -> bool:
-        """Tells whether the work of the last `entered` is done; raises cupy's error if the device has failed."""
+        """Tells whether the last `entered` or `copy` is done; raises cupy's error if the device has failed."""
         return _is_done(self._cuda.runtime.eventQuery(self._after.ptr))  # `Event.done` is False after a failure
 
     def _follow(self) -> None:
@@ -173,15 +180,19 @@ def _is_done(status: Any) -> bool:
 
 
 def mark(tensors: Sequence[TensorInfo]) -> Mark | None:
-    """Records the progress of the calling thread's streams on the devices of tensors; None if there are none."""
-    if not tensors:
-        return None
+    """Records the progress of the calling thread's streams on the devices of tensors; None if there are none.
+
+    Inside `after` it is the mark that the thread's kernels follow.
+    """
+    if not tensors or _thread.mark is not None:
+        return _thread.mark
     events: dict[int, list[Any]] = {}
     for device in _devices(tensors):
         try:
             cuda = import_module("cupy").cuda
-        except ImportError:  # then no kernel follows a mark
-            return None
+        except ImportError:  # then torch copies, on the default stream of another thread that makes the call
+            _settle_torch(device)
+            continue
         with on_device(device):
             for pointer in _current(device):
                 event = _event(cuda, device)

@@ -5,7 +5,15 @@ gaps. Inputs of a kernel are copied into staging buffers before it, and outputs 
 themselves are not touched in between. In-place operands share a staging buffer.
 
 Copies from and to a GPU follow all work that the caller has enqueued (`streams`), and have ended when the call returns.
-They run on a separate stream and wait for no other work on the device.
+They run on a separate stream and wait for no other work on the device. Another thread may capture a CUDA graph.
+
+A GPU copies from and to page-locked memory only: such a copy runs beside the host, which can stop waiting for it.
+Staging buffers are page-locked, in cupy's pool; other host memory is copied through a small page-locked buffer. Without
+cupy, torch copies, through pageable memory.
+
+Staging buffers are private memory, which `shm` stages by chunks, page-locked or not. They are not in the arena, as it
+can't be page-locked: the arena is sparse, and locking would fill it; and it returns free pages to the system, while the
+GPU would go on with the old ones.
 """
 
 from __future__ import annotations
@@ -13,7 +21,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -23,15 +31,24 @@ import numpy as np
 
 from raycollect.backends import arrays
 from raycollect.backends.arrays import Array, DeviceArray, native
+from raycollect.backends.cuda_driver import RelaxedCapture
 from raycollect.backends.device_arrays import bits_view, device_id
 from raycollect.backends.elements import convert
 from raycollect.backends.experimental import warn_once
-from raycollect.backends.streams import GroupStream, on_device, on_stream, wait
+from raycollect.backends.kernels import chunks
+from raycollect.backends.streams import GroupStream, has_drained, on_device, wait
 from raycollect.core.model import TensorInfo
 from raycollect.errors import CollectiveTimeoutError, KernelError, PlanAbortedError, RaycollectError
 from raycollect.planner import Domain
 
 CPU, CUDA = "cpu", "cuda"
+
+# Larger staging buffers are pageable: cupy's pool rounds up to a power of two, and keeps its memory locked
+_MOST_LOCKED_NBYTES = 256 << 20
+BOUNCE_NBYTES = 4 << 20  # The buffer for pageable memory; it fits the cache of a CPU
+CHUNK_NBYTES = 64 << 20  # Copies of page-locked memory; an abort ends a copy after the current chunk
+_DRAIN_S = 5.0  # How long a chunk may take to end after an abort
+_HOST = 1  # cudaMemoryTypeHost: page-locked memory
 
 Check = Callable[[], None]  # called repeatedly during a wait for a device; raises to end the wait
 
@@ -142,11 +159,24 @@ def _distinct(sides: Iterator[Any]) -> list[Any]:
 
 def _make_buffer(array: Array | DeviceArray, home: str) -> Any:
     if home == CPU:
-        return np.empty(array.shape, native(array.dtype))
+        return _empty_on_host(array)
     info = arrays.info(array)
     wanted = TensorInfo(shape=info.shape, dtype=info.dtype, itemsize=info.itemsize, device=home, library="cupy")
     with _lent(import_module("cupy"), home) as stream, stream.entered():
         return arrays.memory(arrays.empty(wanted))
+
+
+def _empty_on_host(array: Array | DeviceArray) -> Array:
+    cupy = _cupy_for(array) if isinstance(array, DeviceArray) and 0 < array.nbytes <= _MOST_LOCKED_NBYTES else None
+    if cupy is not None:
+        with suppress(cupy.cuda.runtime.CUDARuntimeError), on_device(device_id(array.device)):  # no more can be locked
+            return _page_locked(cupy, array.nbytes).view(native(array.dtype)).reshape(array.shape)
+    return np.empty(array.shape, native(array.dtype))
+
+
+def _page_locked(cupy: ModuleType, nbytes: int) -> Array:
+    with RelaxedCapture():
+        return np.frombuffer(cupy.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
 
 
 def transfer(target: Array | DeviceArray, source: Array | DeviceArray, check: Check) -> None:
@@ -168,21 +198,24 @@ def transfer(target: Array | DeviceArray, source: Array | DeviceArray, check: Ch
     if not target.size:
         return
     try:
-        if type(target) is DeviceArray and type(source) is DeviceArray and target.device == source.device:
-            _moved(target, source, check)
-            return
-        host = _fetched(source, check) if type(source) is DeviceArray else cast("Array", source)
-        if type(target) is DeviceArray:
-            _put(target, host.reshape(target.shape), check)
-        else:
-            np.copyto(cast("Array", target), host.reshape(target.shape))
+        with RelaxedCapture():
+            if type(target) is not DeviceArray:
+                _fetch(cast("Array", target), cast("DeviceArray", source), check)
+            elif type(source) is not DeviceArray:
+                _put(target, cast("Array", source), check)
+            elif target.device == source.device:
+                _move(target, source, check)
+            else:
+                host = _empty_on_host(source)
+                _fetch(host, source, check)
+                _put(target, host, check)
     except (RaycollectError, MemoryError):
         raise
     except Exception as exc:
         raise KernelError(detail=f"a copy from {_place(source)} to {_place(target)} failed: {exc}") from exc
 
 
-def _moved(target: DeviceArray, source: DeviceArray, check: Check) -> None:
+def _move(target: DeviceArray, source: DeviceArray, check: Check) -> None:
     cupy = _cupy_for(target)
     if cupy is None:
         target.take(source)
@@ -197,41 +230,75 @@ def _place(array: Array | DeviceArray) -> str:
     return array.device if isinstance(array, DeviceArray) else "the host"
 
 
-def _fetched(source: DeviceArray, check: Check) -> Array:
+def _fetch(target: Array, source: DeviceArray, check: Check) -> None:
     cupy = _cupy_for(source)
     if cupy is None:
-        return arrays.copy_to_host(source)
-    host = np.empty(source.shape, source.dtype)
+        np.copyto(target, arrays.copy_to_host(source).reshape(target.shape))
+        return
+    is_direct = target.flags.c_contiguous and target.dtype == source.dtype
+    host = target if is_direct else np.empty(source.shape, source.dtype)
     with _lent(cupy, source.device) as stream:
         with stream.entered():
-            pass
-        wait(stream.has_ended, check)  # for the caller's enqueued work: the copy itself can't be interrupted
-        number = device_id(source.device)
-        with on_device(number), on_stream(stream.stream, number):
-            view = bits_view(source)
-            view.get(stream=stream.stream, out=host.view(view.dtype))
-    return host
+            row = cupy.ascontiguousarray(bits_view(source))
+        wait(stream.has_ended, check)
+        _copy(stream, row, host, check, is_fetch=True)
+    if host is not target:
+        np.copyto(target, host.reshape(target.shape))
 
 
 def _put(target: DeviceArray, host: Array, check: Check) -> None:
-    line = np.ascontiguousarray(host, native(host.dtype)).reshape(host.shape)  # which makes a scalar a row
+    line = np.ascontiguousarray(host, native(host.dtype)).reshape(target.shape)  # a scalar, too, which is now a row
     cupy = _cupy_for(target)
     if cupy is None:
         target.tensor.copy_(arrays.restore(line if line.flags.writeable else line.copy(), "torch"))
         if target.device.startswith(CUDA):
             import_module("torch").cuda.current_stream(target.device).synchronize()
         return
+    view, is_row = bits_view(target), target.shadow.flags.c_contiguous
     with _lent(cupy, target.device) as stream:
         with stream.entered():
-            view = bits_view(target)
-            bits = line.view(view.dtype)
-            if target.shadow.flags.c_contiguous:
-                view.set(bits, stream=stream.stream)
-            else:
-                view[...] = cupy.asarray(bits)
-        wait(stream.has_ended, check)
+            row = view if is_row else cupy.empty(view.shape, view.dtype)
+        wait(stream.has_ended, check)  # after an abort, no copy is left that would write the target later
+        _copy(stream, row, line, check, is_fetch=False)
+        if not is_row:
+            with stream.entered():
+                view[...] = row
+            wait(stream.has_ended, check)
 
 
+def _copy(stream: GroupStream, row: Any, host: Array, check: Check, *, is_fetch: bool) -> None:
+    """Copies between a row of a GPU and one of the host, both without gaps, by chunks: each ends before the next."""
+    flat, cupy = host.reshape(-1).view(np.uint8), import_module("cupy")
+    if flat.size != row.nbytes:
+        raise ValueError(f"{flat.size} bytes can't be copied to or from {row.nbytes}")
+    with on_device(row.device.id):
+        is_locked = cupy.cuda.runtime.pointerGetAttributes(flat.ctypes.data).type == _HOST
+        bounce = None if is_locked else _page_locked(cupy, BOUNCE_NBYTES)
+        for lo, hi in chunks(flat.size, CHUNK_NBYTES if bounce is None else BOUNCE_NBYTES):
+            part = flat[lo:hi]
+            memory = part if bounce is None else bounce[: hi - lo]
+            if bounce is not None and not is_fetch:
+                memory[...] = part
+            on_gpu, on_host = row.data.ptr + lo, memory.ctypes.data
+            to, source = (on_host, on_gpu) if is_fetch else (on_gpu, on_host)
+            stream.copy(to, source, hi - lo)
+            try:
+                wait(stream.has_ended, check)
+            except BaseException:
+                _drain(stream, (memory, row))
+                raise
+            if bounce is not None and is_fetch:
+                part[...] = memory
+
+
+def _drain(stream: GroupStream, memory: tuple[Array, Any]) -> None:
+    # Keeps the memory of both sides until no copy uses it: their pools may reuse it at once.
+    with suppress(Exception):  # a failed device does not copy
+        if not has_drained(stream.has_ended, _DRAIN_S):
+            _in_use.append(memory)
+
+
+_in_use: list[tuple[Array, Any]] = []  # Memory of copies that have not ended, which is never freed
 # Device -> idle streams. Appending and popping are atomic.
 _idle: dict[int, list[GroupStream]] = defaultdict(list)
 

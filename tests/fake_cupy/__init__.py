@@ -64,7 +64,7 @@ class Fake:
             return self._machine.heap.allocated[device]
 
     def limit(self, nbytes: int, device: int = 0) -> None:
-        """Gives a device so much memory and no more."""
+        """Gives a device so much memory and no more; -1: so much of the host's that can be page-locked at a time."""
         self._machine.heap.limits[device] = nbytes
 
     def split(self, *uuids: bytes) -> None:
@@ -178,7 +178,7 @@ def _modules(version: str) -> dict[str, types.ModuleType]:
     cupy.__path__ = cuda.__path__ = []  # packages, for whoever imports what is in them
     memory.__dict__.update({name: getattr(_pointers, name) for name in _pointers.__all__})
     cuda.__dict__.update(
-        {name: getattr(_pointers, name) for name in ("MemoryPointer", "UnownedMemory")},
+        {name: getattr(_pointers, name) for name in ("MemoryPointer", "UnownedMemory", "alloc_pinned_memory")},
         **{name: getattr(_streams, name) for name in ("Device", "Event", "Stream", "get_current_stream")},
         memory=memory,
         runtime=_runtime,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ._errors import CUDARuntimeError, Status
 from ._queues import Mark, Queue
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ Span = tuple[int, int]
 
 UNWRITTEN = 0xCD
 POISON = 0xCB
+
+HOST = -1
+"""In the place of a device: page-locked memory of the host."""
 
 _ALIGNMENT = 512
 _QUARANTINE_NBYTES = 64 << 20
@@ -45,13 +49,13 @@ class Block:
     """One allocation.
 
     Attributes:
-        home: The stream that it was allocated on.
+        home: The stream that it was allocated on; None: it is memory of the host.
         uses: By stream, the number of the last item there that touches it.
         freed: Its last owner is gone.
         dead: It is poisoned.
     """
 
-    def __init__(self, nbytes: int, device: int, home: Queue) -> None:
+    def __init__(self, nbytes: int, device: int, home: Queue | None) -> None:
         raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
         skipped = -raw.ctypes.data % _ALIGNMENT
         self.bytes: Bytes = raw[skipped : skipped + nbytes]
@@ -65,7 +69,8 @@ class Block:
         self.dead = False
 
     def __repr__(self) -> str:
-        return f"{self.nbytes} bytes at {self.start:#x} of device {self.device}"
+        where = "the host" if self.device == HOST else f"device {self.device}"
+        return f"{self.nbytes} bytes at {self.start:#x} of {where}"
 
 
 class Heap:
@@ -98,16 +103,41 @@ class Heap:
             device, limit = home.device, self.limits.get(home.device)
             if limit is not None and self.allocated[device] + nbytes > limit:
                 raise OutOfMemoryError(nbytes, self.allocated[device], limit)
-            self._machine.contexts.add(device)
-            block = Block(nbytes, device, home)
             self.allocated[device] += nbytes
-            self._blocks[block.start] = block
-            bisect.insort(self._starts, block.start)
-            return block
+            return self._add(Block(nbytes, device, home))
+
+    def lock(self, nbytes: int) -> Block:
+        """Allocates page-locked memory of the host, which makes a context on the calling thread's device.
+
+        Raises:
+            CUDARuntimeError: There is no more.
+        """
+        self._machine.check_safe()
+        with self._machine.lock:
+            self._machine.bury()
+            if nbytes > self.limits.get(HOST, nbytes):
+                raise CUDARuntimeError(Status.OUT_OF_MEMORY)
+            return self._add(Block(nbytes, HOST, None))
+
+    def _add(self, block: Block) -> Block:
+        self._machine.contexts.add(self._machine.current_device())
+        self._blocks[block.start] = block
+        bisect.insort(self._starts, block.start)
+        return block
+
+    def unlock(self, block: Block) -> None:
+        """Gives page-locked memory back to its pool, which waits for no stream; is called under the lock."""
+        for queue, number in block.uses.items():
+            if queue.finished < number:
+                self._machine.violate(f"{block} was given back while work on {queue} refers to it")
+        block.freed = True
+        self.bury(block, [])
 
     def free(self, block: Block) -> None:
         """Ends an allocation; is called under the lock."""
-        home, last = block.home, [block.home.mark()]
+        home = block.home
+        assert home is not None
+        last = [home.mark()]
         for queue, number in block.uses.items():
             if queue.finished >= number or queue is home:
                 continue

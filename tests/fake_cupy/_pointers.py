@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from ._memory import Block, Bytes, OutOfMemoryError
@@ -101,3 +103,38 @@ def alloc(size: int) -> MemoryPointer:
         OutOfMemoryError: There is no more.
     """
     return MemoryPointer(PooledMemory(size), 0)
+
+
+class _PinnedMemoryPointer(ctypes.Array):  # type: ignore[type-arg]
+    """Page-locked memory of the pool, which its last user gives back. It has nothing but the buffer protocol."""
+
+    _length_, _type_ = 0, ctypes.c_int8
+    __len__ = __iter__ = __getitem__ = __setitem__ = None  # type: ignore[assignment]
+
+    def __del__(self) -> None:
+        if hasattr(self, "_unlock"):
+            self._unlock()
+
+
+@lru_cache
+def _pointer_to(nbytes: int) -> Any:
+    return type("PinnedMemoryPointer", (_PinnedMemoryPointer,), {"_length_": nbytes, "_type_": ctypes.c_int8})
+
+
+def alloc_pinned_memory(size: int) -> Any:
+    """Allocates page-locked memory of the host; the pool rounds its size up to a power of two.
+
+    Raises:
+        CUDARuntimeError: There is no more.
+    """
+    machine = current()
+    machine.counts["alloc_pinned_memory"] += 1
+    block = machine.heap.lock(1 << max(9, (size - 1).bit_length()))
+    made = _pointer_to(block.nbytes).from_buffer(block.bytes)
+    made.ptr = block.start
+    made._unlock = _last_rites_of_host(machine, block)
+    return made
+
+
+def _last_rites_of_host(machine: Any, block: Block) -> Callable[[], None]:
+    return lambda: machine.last_rites(lambda: machine.heap.unlock(block))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from ._errors import CUDARuntimeError, Status
 from ._machine import Machine
+from ._memory import HOST as _HOST
 from ._queues import Mark, Queue
 from ._state import counted, current
 
@@ -185,11 +187,26 @@ def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:
     if not dst or not src:
         raise CUDARuntimeError(Status.INVALID_VALUE)
     to, given = machine.heap.view(dst, size), machine.heap.view(src, size)
-    if kind == memcpyHostToDevice:
+    if machine.heap.find(src) is None:
         given = given.copy()  # pageable memory: the driver has taken it when the call returns
+    is_pageable = machine.heap.find(dst) is None
+    if is_pageable:
+        machine.counts["pageable"] += 1
 
     def copy() -> None:
         to[:] = given
 
     work = machine.work("memcpyAsync", copy, [(dst, size), (src, size)])
-    machine.enqueue(machine.queue(stream), work)
+    queue = machine.queue(stream)
+    machine.enqueue(queue, work)
+    if is_pageable:  # the call returns when all has arrived, and can't be interrupted
+        machine.wait(_all_of(machine, queue))
+
+
+@counted
+def pointerGetAttributes(ptr: int) -> SimpleNamespace:
+    machine = current()
+    machine.contexts.add(machine.current_device())
+    block = machine.heap.find(ptr)
+    kind = 0 if block is None else 1 if block.device == _HOST else 2
+    return SimpleNamespace(type=kind, device=-2 if block is None else max(0, block.device))

@@ -124,6 +124,29 @@ def test_memory_may_be_freed_once_its_own_stream_comes_after_what_reads_it(seed,
         assert seen.get(stream).sum() == 1000
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_page_locked_memory_must_not_be_given_back_before_its_copies_have_ended(fake, waits):
+    runtime, stream = fake.cupy.cuda.runtime, fake.cupy.cuda.Stream(non_blocking=True)
+    pointer, value = fake.cupy.cuda.alloc_pinned_memory(1000), fake.cupy.ones(125)
+    runtime.deviceSynchronize()
+    memory = np.frombuffer(pointer, np.float64, 125)
+    assert runtime.pointerGetAttributes(memory.ctypes.data).type == 1
+    fake.hold(stream)
+    runtime.memcpyAsync(memory.ctypes.data, value.data.ptr, 1000, runtime.memcpyDefault, stream.ptr)
+    assert memory.sum() != 125
+    if waits:
+        fake.release(stream)
+        stream.synchronize()
+        assert memory.sum() == 125
+    del memory, pointer
+    assert len(fake.violations) == (not waits)
+    fake.violations.clear()
+    fake.release(stream)
+    stream.synchronize()
+    assert len(fake.violations) == (not waits)
+    fake.violations.clear()
+
+
 def test_violations_fail_the_test_that_makes_them():
     with pytest.raises(AssertionError, match="goes 1 bytes beyond"), installed() as fake:
         value, runtime = fake.cupy.zeros(8, np.uint8), fake.cupy.cuda.runtime

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from raycollect.member.torch.process_group import TorchProcessGroup
+from raycollect.member.torch.work import future_of
 from raycollect.pos.segments import Segments
 
 torch: Any = import_module("torch")
@@ -17,7 +18,8 @@ def allreduce_hook(process_group: Any, bucket: Any) -> Any:
     """Averages gradients of DDP: ``model.register_comm_hook(None, raycollect.torch.allreduce_hook)``.
 
     By default DDP divides the gradients in a separate pass before the reduction; here the division is a part of the
-    reduction. On one machine, DDP's buckets are moved to shared memory on first use, and the ranks add them in place.
+    reduction. On one machine, DDP's buckets of tensors in host memory are moved to shared memory on first use, and the
+    ranks add them in place.
     The last bucket, which overlaps with no computation, is reduced in the thread of the backward pass.
 
     Args:
@@ -33,7 +35,7 @@ def allreduce_hook(process_group: Any, bucket: Any) -> Any:
     work = distributed.all_reduce(buffer, distributed.ReduceOp.AVG, group, async_op=not bucket.is_last())
     if work is not None:
         return work.get_future().then(lambda ended: ended.value()[0])
-    ended = torch.futures.Future()
+    ended = future_of([buffer])
     ended.set_result(buffer)
     return ended
 
@@ -45,8 +47,11 @@ def move_to_shared_memory(tensor: Any) -> bool:
     """Moves the memory of a tensor and of all its views to the arena; numpy arrays over the old memory would dangle.
 
     Returns:
-        Whether the memory is in the arena now. False if the arena is full or off, or this torch can't move memory.
+        Whether the memory is in the arena now. False if it is a device's, if the arena is full or off, or if this torch
+        can't move memory.
     """
+    if tensor.device.type != "cpu":
+        return False
     storage, segments = tensor.untyped_storage(), Segments.current()
     address, nbytes = storage.data_ptr(), storage.nbytes()
     if segments.locate(address, nbytes) is not None:

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from time import monotonic
 from typing import Any
 
 from raycollect import backends
+from raycollect.backends import arrays, streams
+from raycollect.backends.streams import Mark
 from raycollect.core.model import OpKind
 from raycollect.engine.run import Outcome
 from raycollect.errors import RaycollectError, Violation, refusal
@@ -153,7 +156,18 @@ class _Named(distributed.ProcessGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[Any]:
-        return [torch.device("cpu")]
+        # Of both, torch picks the CPU for objects.
+        return list(map(torch.device, ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"]))
+
+    def _get_backend(self, device: Any) -> Any:
+        # Of what torch asks a backend, it has nothing: it can't be split, and allocates no memory.
+        return self if device.type in ("cpu", "cuda") else super()._get_backend(device)
+
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
+    def supports_tensor_alloc(self, device: Any) -> bool:
+        """Whether it allocates memory that it moves faster."""
+        return False
 
     @property
     def shares_memory(self) -> bool:
@@ -185,8 +199,9 @@ class _Named(distributed.ProcessGroup):  # type: ignore[misc]
 class TorchProcessGroup(_Named):
     """A process group of torch whose calls are those of a member of a group. Any thread may call it.
 
-    Tensors lie in the memory of the host. Point-to-point calls match by their order alone: tags are refused, and so is
-    a receive from any rank.
+    Tensors may be in host memory or on GPUs, as those of a member's call. A call ends before `wait` returns, so the
+    caller's later work, on any stream, follows it. Point-to-point calls match by their order alone: tags are refused,
+    and so is a receive from any rank.
     """
 
     # ------------------------------------------------------------------------------------------ collectives
@@ -334,6 +349,10 @@ class TorchProcessGroup(_Named):
                 MemberCall.of(kind, self._member_group, **arguments).run(values, async_op=False, timeout_s=timeout_s)
             return Outcome()
 
+        def run_for(caller: Mark) -> Outcome:
+            with streams.after(caller):
+                return run()
+
         queue, place = self._queues.get(communicator), self._place
         future: Future[Outcome] = Future()
         if not getattr(opts, "asyncOp", True) and (queue is None or not queue.pending):
@@ -343,7 +362,8 @@ class TorchProcessGroup(_Named):
                 name = f"{self._member_group}-{communicator}"
                 new_queue = CallQueue(name, place.broken)
                 queue = self._queues.setdefault(communicator, new_queue)
-            future = queue.submit(run)
+            caller = _mark(calls)
+            future = queue.submit(run if caller is None else partial(run_for, caller))
         op = kind.value if source < 0 else OpKind.RECV.value
         return TorchWork(MemberWork(place, op, future, is_heard=True), future, tensors, source)
 
@@ -354,6 +374,20 @@ class TorchProcessGroup(_Named):
     def _unsupported(self, op: str, field: str, actual: str, expected: str) -> RaycollectError:
         wrong = Violation(kind="unsupported", rank=self._rank, field=field, found=actual, expected=expected)
         return refusal(op, self._member_group, (wrong,))
+
+
+def _mark(calls: Sequence[_Values]) -> Mark | None:
+    """The position of the calling thread's streams on the GPUs of tensors; None for tensors in host memory."""
+    tensors = [tensor for values in calls for _, value in values for tensor in _tensors(value)]
+    return streams.mark([arrays.describe(tensor) for tensor in tensors if tensor.is_cuda])
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    if isinstance(value, list):
+        for item in value:
+            yield from _tensors(item)
+    else:
+        yield value
 
 
 def _operand(tensors: Tensors) -> Any:

@@ -15,6 +15,11 @@ torch: Any = import_module("torch")
 distributed: Any = import_module("torch.distributed")
 
 
+def future_of(tensors: Sequence[Any]) -> Any:
+    """A `torch.futures.Future` for tensors on any devices; its callbacks run on streams of those that are GPUs."""
+    return torch.futures.Future(devices=list({tensor.device for tensor in tensors if tensor.is_cuda}))
+
+
 class _Failed:
     """The value of a failed torch future: reading it raises the error.
 
@@ -52,7 +57,8 @@ class TorchWork(distributed.Work):  # type: ignore[misc]
 
     def get_future(self) -> Any:
         """A `torch.futures.Future` of the tensors, set at the end of the call."""
-        torch_future, tensors = torch.futures.Future(), self._tensors
+        tensors = self._tensors
+        torch_future = future_of(tensors)
 
         def settle(future: Future[Any]) -> None:
             error = future.exception()

@@ -281,3 +281,14 @@ def test_kernels_together_are_one_group_of_nccl(monkeypatch: pytest.MonkeyPatch,
             expected = left_fold(ReduceOp.SUM, [operand(rank, dtype, 50 + at, at) for rank in range(3)])
             for arrays, _ in results:
                 assert bits(arrays[at]) == bits(expected), (at, dtype)
+
+
+def test_without_cupy_the_default_stream_of_torch_follows_the_caller_of_another_threads_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    torch = TorchStreams("own")
+    monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
+    info = TensorInfo(shape=(3,), dtype="float32", itemsize=4, device="cuda:1", library="torch")
+    assert streams.mark([info]) is None
+    assert torch.waited == [("default of 1", "own of 1")]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes  # noqa: F401 - numpy knows bfloat16 by it
 import numpy as np
@@ -10,11 +12,12 @@ import pytest
 
 import raycollect as col
 from raycollect import backends
-from raycollect.backends import arrays
+from raycollect.backends import arrays, streams
 from raycollect.engine.device_staging import StagingBuffers, StagingCopies, transfer
 from raycollect.member.init import get_group_handle
 from raycollect.planner import Domain
 from tests.fake_cupy import Fake
+from tests.pure.fleet import WAIT_S
 from tests.pure.mixed import DTYPES, same, seeds
 
 # ---------------------------------------------------------------------------------------------- how it is known
@@ -29,6 +32,30 @@ def test_a_group_that_its_members_made_knows_where_its_backend_works(fake: Fake,
         col.allreduce(tensor, name)
         col.broadcast(tensor, 0, name)
         same(tensor, np.arange(5.0))
+    finally:
+        col.destroy_collective_group(name)
+
+
+@seeds
+def test_a_call_that_another_thread_makes_for_its_caller_follows_the_callers_streams(
+    fake: Fake, tmp_path: Path
+) -> None:
+    """As the threads of torch's process group do."""
+    name = "a call for another thread"
+    col.init_collective_group(1, 0, "local", name, 20_000, rendezvous=f"file://{tmp_path}")
+
+    def call(mark: streams.Mark | None, tensor: Any, output: Any) -> None:
+        with streams.after(mark):
+            col.allgather([output], tensor, name)
+
+    try:
+        with fake.cupy.cuda.Stream(non_blocking=True), ThreadPoolExecutor(1) as thread:
+            tensor, output = fake.cupy.zeros(300), np.zeros(300)
+            for turn in range(6):
+                tensor += 1
+                mark = streams.mark([arrays.describe(tensor)])
+                thread.submit(call, mark, tensor, output).result(WAIT_S)
+                same(output, np.full(300, turn + 1.0))
     finally:
         col.destroy_collective_group(name)
 

@@ -62,6 +62,12 @@ def test_subgroups_of_each_size(ranks):
     ranks(bodies.subgroups, 3)
 
 
+@pytest.mark.parametrize("is_for_cuda", [False, True])
+def test_torch_learns_its_devices(ranks, is_for_cuda):
+    """Of a torch for CUDA, which this one need not be, only what it asks is tested."""
+    ranks(bodies.asked_by_torch, 2, is_for_cuda)
+
+
 def test_what_it_can_not_do_is_refused(ranks):
     ranks(bodies.refused)
 

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import raycollect.torch
@@ -136,6 +137,35 @@ def rings(rank, world):
     elif rank == 1:
         assert dist.recv(back, 0) == 0
         assert torch.equal(back, torch.arange(1000.0))
+
+
+def asked_by_torch(rank, world, is_for_cuda):
+    """What torch asks of a group: its devices, where objects travel, and what a backend might support."""
+    group, cpu = dist.group.WORLD, torch.device("cpu")
+    c10d = dist.distributed_c10d
+    assert dist.Backend.backend_capability["raycollect"] == ["cpu", "cuda"]
+    assert dist.Backend.default_device_backend_map["cpu"] == "gloo"
+    assert dist.get_backend() == "raycollect"
+    with mock.patch.object(torch.backends.cuda, "is_built", return_value=is_for_cuda):
+        assert c10d._device_capability() == (["cpu", "cuda"] if is_for_cuda else ["cpu"])
+        assert c10d._get_object_coll_device() == "cpu"
+        objects = [{"rank": rank}, None]
+        dist.broadcast_object_list(objects, 1)
+        gathered = [None] * world
+        dist.all_gather_object(gathered, rank)
+        assert (objects, gathered) == ([{"rank": 1}, None], list(range(world)))
+        dist.barrier()
+        mesh = init_device_mesh("cpu", (world, 1))
+        x = torch.full((3,), rank + 1.0)
+        dist.all_reduce(x, group=mesh.get_group(0))
+        assert x.tolist() == [world * (world + 1) / 2] * 3
+        assert init_device_mesh("cuda", (world,)).get_group() is group
+        assert c10d._get_split_source(group) is None
+        assert dist.new_group([1]) is not None
+    assert not group._get_backend(cpu).supports_splitting
+    assert not group._get_backend(torch.device("cuda", 0)).supports_tensor_alloc(torch.device("cuda", 0))
+    with pytest.raises(RuntimeError):
+        group._get_backend(torch.device("xpu"))
 
 
 def many_under_way(rank, world):
