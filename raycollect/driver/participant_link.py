@@ -182,13 +182,14 @@ class ParticipantLink:
             self.calls.before = partial(_keep_behind, tracker, position, ref(self))
 
     def fence(self, seq: int) -> None:
-        """Submits an actor task that lets a plan begin, and ends with the plan."""
-        self.task("_raycollect_fence", 0).remote(self._controller_id, seq)
+        """Submits an actor task that lets a plan begin, and ends with the plan; none after the end of the lease."""
+        if self.actor is not None:
+            self.task("_raycollect_fence", 0).remote(self._controller_id, seq)
 
     def lend_tokens(self, owner: bytes, soon: Callable[[Callable[[], None]], bool]) -> None:
         """Lends tokens to the calls of methods that return tensors, from now on; see `CallTokens`."""
         if self.calls is not None and self.link is not None:
-            order, tell = partial(_order_tokens, self.actor), partial(_tell_unused, self.link, self.info)
+            order, tell = partial(_order_tokens, self.actor), partial(_tell_unused, self.link, self.info, owner)
             self._tokens = self.calls.tokens = CallTokens(self.actor, owner, self._keeping, order, tell, soon)
 
     def _end_tokens(self, call: Callable[[], None]) -> None:
@@ -208,6 +209,7 @@ class ParticipantLink:
         self._tasks.clear()
         if link is not None:
             self._end_tokens(link.close)
+        self._end_questions()
 
     def order(self, message: Order, letters: Letters | None = None) -> None:
         """Sends a program past the methods in the actor's queue: as one of some letters, or by the channel."""
@@ -253,7 +255,7 @@ class ParticipantLink:
         request, future = next(self._requests), Future[Any]()
         self._questions[request] = future
         self.send(question(request=request, **fields))
-        if self.is_lost:
+        if self.is_lost or self.actor is None:  # it answers nothing after its lease
             self._end_questions()
         return future
 
@@ -321,21 +323,21 @@ def _order_tokens(actor: Any, count: int) -> list[Any]:
     return list(method.options(num_returns=count, max_task_retries=0, enable_task_events=False).remote(count))
 
 
-def _tell_unused(link: ControlLink, info: dict[str, Any], keys: list[Key]) -> None:
-    """Tells a participant that no process holds the values of keys any more."""
+def _tell_unused(link: ControlLink, info: dict[str, Any], owner: bytes, keys: list[Key]) -> None:
+    """Tells a participant that no process holds the values of keys with tokens of `owner` any more."""
     try:
         for at in range(0, len(keys), fetch.FREED_AT_ONCE):
             link.send(Unused(keys=[*keys[at : at + fetch.FREED_AT_ONCE]]))
     except ConnectionLostError:  # the participant may live: then it holds them until it hears
         threads.call_in_helper(
-            threads.survives, _free, info, keys
+            threads.survives, _free, info, owner, keys
         )  # that thread must not hold refs as Ray is shut down
 
 
-def _free(info: dict[str, Any], keys: list[Key]) -> None:
+def _free(info: dict[str, Any], owner: bytes, keys: list[Key]) -> None:
     """Frees values over a connection of its own."""
     with suppress(RaycollectError):  # its process has ended
-        fetch.free(info["address"], keys, actor=info["actor"], incarnation=info["incarnation"])
+        fetch.free(info["address"], keys, actor=info["actor"], incarnation=info["incarnation"], owner=owner)
 
 
 def _keep_behind(tracker: ref[PlanTracker], position: int, link: ref[ParticipantLink]) -> None:

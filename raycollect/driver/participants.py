@@ -240,9 +240,10 @@ class Participants:
                 raise ActorGoneError(op="declare", rank=member.rank, actor=member.actor, detail=exc.detail) from exc
             raise
         finally:
-            # A participant that may have got the slot, and has not answered, returns it itself
             if mailbox is not None and slot is not None and peer.has_mailbox is False:
                 mailbox.give_back(slot)
+            elif slot is not None and peer.has_mailbox is None:  # a participant that may have got it returns it itself
+                self._left.append((slot, int(peer.info["pid"])))
         peer.lend_tokens(owner, self._soon)
         self.add(peer, group_id)
         if peer.is_lost:  # perhaps before it was added: no further event reports it
@@ -281,11 +282,13 @@ class Participants:
         for peer in leaving:
             peer.send(Leave(group_id=group_id))
         for peer in leaving:
-            if self.timeline is not None and peer.group_ids == {group_id}:
-                self.timeline.leaving(peer)
-            with self._lock:  # another thread may lease it for another group
+            with self._lock:  # another thread may end its other group, or lease it for a new one
                 peer.group_ids.discard(group_id)
-                is_last = not peer.group_ids and self._forget(peer)
+                is_last = not peer.group_ids
+            if is_last and self.timeline is not None:
+                self.timeline.leaving(peer)
+            with self._lock:
+                is_last = is_last and not peer.group_ids and self._forget(peer)
                 if is_last:  # under the lock: before another thread leases the actor again
                     peer.send(Bye())
             if is_last:

@@ -307,15 +307,14 @@ class Participant:
 
     def received(self, link: ControlLink, message: Message) -> None:
         """Handles a message of the controller, on the channel's thread, so this must not wait."""
+        lease, owner = self._lease, _lender(link)
+        if not self._lenders.is_connected(owner):
+            raise ProtocolError(detail=f"{type(message).__name__} from a controller that never had the lease")
         if isinstance(message, Unused):
-            self._lenders.unused(_lender(link), message.keys)
-            return
-        lease = self._lease
-        if lease is None or lease.link is not link:
-            if self._lenders.is_connected(_lender(link)):  # its lease has ended, and the message was under way
-                return
-            raise ProtocolError(detail=f"{type(message).__name__} from a controller without the lease")
-        if isinstance(message, Bye):
+            self._lenders.unused(owner, message.keys)
+        elif lease is None or lease.link is not link:
+            return  # the lease has ended, and the message was under way
+        elif isinstance(message, Bye):
             self._end_lease(lease, "the controller said goodbye")
         else:
             lease.received(message)
@@ -330,7 +329,7 @@ class Participant:
 
     def serve_data(self, link: DataLink) -> None:
         """Serves fetches, in a thread per connection."""
-        fetch.serve(link, self.store, introspection.look_at_process)
+        fetch.serve(link, self.store, introspection.look_at_process, self._lenders.unused)
 
     def _end_lease(self, lease: Lease, reason: str) -> None:
         lease.end(reason)

@@ -75,7 +75,8 @@ class PlanSequencer:
             left = {seq for seq in seqs if not self.has_ended(seq)}
             for seq in left:
                 self._later.setdefault(seq, []).append(partial(self._one_less, left, seq, go))
-        if not left:
+            is_now = not left  # read here: the thread that ends the last plan empties it, and calls `go`
+        if is_now:
             go()
 
     def _one_less(self, left: set[int], seq: int, go: Callable[[], object]) -> None:

@@ -9,7 +9,6 @@ from functools import partial
 
 from raycollect.core import threads
 from raycollect.core.model import Key
-from raycollect.errors import ProtocolError
 from raycollect.pos import Absence, Store
 
 LOOK_S = 1.0
@@ -43,15 +42,16 @@ class TokenLenders:
                 self._keys[owner].add(key)
             return is_connected
 
-    def unused(self, owner: bytes, keys: Sequence[bytes]) -> None:
-        """Frees values without references; ProtocolError: the owner lends no tokens here."""
+    def unused(self, owner: bytes, keys: Sequence[bytes]) -> int:
+        """Frees those of the values that have tokens of this owner; returns their number.
+
+        Other values have tokens of their own, as their methods ended after the connection.
+        """
         with self._lock:
-            if owner not in self._connected:
-                raise ProtocolError(detail="Unused from a controller that lends no tokens")
-            lent = self._keys[owner]
+            lent = self._keys.get(owner, set())
             gone = [Key(key) for key in keys if key in lent]
             lent.difference_update(gone)
-        self._store.free(gone)
+        return self._store.free(gone)
 
     def close(self, owner: bytes, is_alive: Callable[[], bool]) -> None:
         """Handles the end of a connection: its values are freed after the death of the owner, as Ray does with results.

@@ -193,20 +193,27 @@ def read_deltas(
         return arrived
 
 
-def free(address: Address, keys: list[Key], *, actor: str, incarnation: str = "") -> int:
+def free(address: Address, keys: list[Key], *, actor: str, incarnation: str = "", owner: bytes = b"") -> int:
     """Frees values in their holder, and returns how many it held; any thread may call it.
+
+    Args:
+        address: The holder's.
+        keys: The keys.
+        actor: As in `fetch`.
+        incarnation: As in `fetch`.
+        owner: Only values with tokens of this owner are freed; empty: all.
 
     Raises:
         TensorLostError: The holder has ended.
         HolderUnreachableError: The holder could not be reached in time.
     """
     local = _clients.local.get(address.secret)
-    if local is not None:
+    if local is not None and not owner:
         return local.free(keys)
     count = 0
     with _answering("free", keys[0], actor, incarnation):
         for at in range(0, len(keys), FREED_AT_ONCE):
-            message = Free(keys=[*keys[at : at + FREED_AT_ONCE]])
+            message = Free(keys=[*keys[at : at + FREED_AT_ONCE]], owner=owner)
             until_s = time.monotonic() + FREE_S
             count += _clients.request(address, message, until_s, lambda _, answer, *__: _expect(answer, Freed).count)
     return count
@@ -269,8 +276,15 @@ def _answering(op: str, key: Key, actor: str, incarnation: str) -> Iterator[None
         raise TensorLostError(op=op, group_name="", violations=(violation,)) from exc
 
 
-def serve(link: DataLink, store: Store, seen: Callable[[], Seen] = lambda: Seen(request=0, doing="")) -> None:
-    """Answers one data connection until it ends, on its own thread in the holder; `seen` answers `Look`.
+def serve(
+    link: DataLink,
+    store: Store,
+    seen: Callable[[], Seen] = lambda: Seen(request=0, doing=""),
+    unused: Callable[[bytes, Sequence[bytes]], int] = lambda owner, keys: 0,
+) -> None:
+    """Answers one data connection until it ends, on its own thread in the holder.
+
+    `seen` answers `Look`, and `unused` frees the values of an owner of tokens; see `TokenLenders.unused`.
 
     A client without an answer retries until its timeout, so a failed request is answered with the reason.
     """
@@ -280,6 +294,9 @@ def serve(link: DataLink, store: Store, seen: Callable[[], Seen] = lambda: Seen(
             return
         if isinstance(message, Look):
             link.send(seen())
+            continue
+        if isinstance(message, Free) and message.owner:
+            link.send(Freed(count=unused(message.owner, message.keys)))
             continue
         answer = _ANSWERS.get(type(message))
         if answer is None:

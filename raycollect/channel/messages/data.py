@@ -55,9 +55,10 @@ class Copied(Message, frozen=True, kw_only=True):
 
 
 class Free(Message, frozen=True, kw_only=True):
-    """Requests to drop values; answered by `Freed`."""
+    """Requests to drop values; answered by `Freed`. With an `owner`, only those with tokens of this owner."""
 
     keys: list[bytes]
+    owner: bytes = b""
 
 
 class Freed(Message, frozen=True, kw_only=True):

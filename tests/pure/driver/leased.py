@@ -48,7 +48,7 @@ def lease(controller: Controller, *memberships: Membership) -> dict[str, Partici
         for member in membership.members:
             info: dict[str, Any] = {"participant": True, "actor": member.actor, "actor_id": member.actor_id}
             info["incarnation"] = member.incarnation
-            peer = found.setdefault(member.actor, ParticipantLink(controller.messages, info, None))
+            peer = found.setdefault(member.actor, ParticipantLink(controller.messages, info, object()))
             peer.link = peer.link or Line()  # type: ignore[assignment]
             controller.participants.add(peer)
     return found

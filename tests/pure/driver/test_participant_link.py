@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import gc
 import math
+import threading
 import weakref
 from types import SimpleNamespace
 
 import pytest
 
 from raycollect.channel import Mailbox
-from raycollect.channel.messages import ArenaStatistics, Joined, StoreStatistics, Survey, Surveyed, Welcome
+from raycollect.channel.messages import (
+    ArenaStatistics,
+    Bye,
+    Joined,
+    Leave,
+    Look,
+    StoreStatistics,
+    Survey,
+    Surveyed,
+    Welcome,
+)
 from raycollect.driver import participants as peers_module
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.participants import Participants
@@ -45,7 +56,7 @@ class Owner:
 
 @pytest.fixture
 def peer():
-    made = ParticipantLink(Owner(), {"participant": True, "actor": "Worker(3f2a91)"}, None)
+    made = ParticipantLink(Owner(), {"participant": True, "actor": "Worker(3f2a91)"}, object())
     made.link = Line()
     return made
 
@@ -130,6 +141,52 @@ def test_a_member_whose_connection_ends_as_it_is_given_back_keeps_no_other_from_
         assert "actor 1" in parted
     finally:
         peers.close()
+
+
+class Contended:
+    """A lock; before it is first taken, another thread makes a call."""
+
+    def __init__(self, call):
+        self._call, self._lock = call, threading.RLock()
+
+    def __enter__(self):
+        call, self._call = self._call, None
+        if call is not None:
+            call()
+        self._lock.acquire()
+
+    def __exit__(self, *exc):
+        self._lock.release()
+
+
+def test_a_timeline_collects_from_an_actor_whose_last_two_groups_end_at_once():
+    events, peers = [], Participants("me")
+    peers.owner = SimpleNamespace(parted=lambda peer: None)
+    members = [SimpleNamespace(actor_id="actor 0")]
+    first, second = (SimpleNamespace(spec=SimpleNamespace(group_id=name), members=members) for name in "ab")
+    peer = ParticipantLink(Owner(), {"participant": True, "actor_id": "actor 0"}, object())
+    peer.link, peer.group_ids = Line(), {"a", "b"}
+    peer.send = lambda message: events.append(type(message))
+    peers.add(peer)
+    peers.timeline = SimpleNamespace(leaving=lambda peer: events.append("collected"))
+    peers._lock = Contended(lambda: peers.part(second))
+    try:
+        peers.part(first)
+        assert events == [Leave, Leave, "collected", Bye]
+        assert peers.all() == ()
+    finally:
+        peers.close()
+
+
+def test_a_question_after_the_end_of_a_lease_has_no_answer_at_once():
+    """The connection may go on, as long as somebody holds a value with a lent token."""
+    peer = ParticipantLink(Owner(), {"participant": True, "actor_id": "actor 0"}, object())
+    peer.link = Line()
+    before = peer.ask(Look)
+    assert not before.done()
+    peer.retire()
+    assert before.result(0) is None
+    assert peer.ask(Look).result(0) is None
 
 
 def test_a_participant_whose_connection_ends_before_its_lease_is_known_is_not_leased(monkeypatch):

@@ -56,7 +56,7 @@ from raycollect.member.lease import Lease
 from raycollect.member.plan_queue import ReceivedPlan
 from raycollect.member.token_lenders import TokenLenders
 from raycollect.planner import Ticket, decode_order, encode_order, encode_program
-from raycollect.pos import Store
+from raycollect.pos import Container, Store, fetch
 from raycollect.ray_bridge.call_tokens import LentToken
 from tests.pure.driver.tracked_plans import asked, flying, group, key_of
 from tests.pure.fleet import contain
@@ -323,6 +323,19 @@ def test_messages_under_way_at_the_end_of_a_lease_leave_the_connection_to_the_va
     premises.closed(heard, ConnectionLostError(detail="the test is over"))
     with pytest.raises(ProtocolError):
         premises.received(heard, Forget(capture=b"step"))
+
+
+def test_a_result_that_came_after_the_end_of_a_connection_is_not_freed_with_its_lent_token(premises: Any) -> None:
+    _, heard = leased(premises, owner=b"owner")
+    lent = LentToken(token=None, owner=b"owner", packed=cast(Any, None))
+    before, after = key_of(0), key_of(1)
+    premises.keep(before, contain(np.ones(2)), lent)
+    assert fetch.free(premises.address, [before, after], actor="W0", owner=b"owner") == 1
+    premises.closed(heard, ConnectionLostError(detail="it broke"))
+    premises.keep(after, contain(np.ones(2)), lent)
+    assert fetch.free(premises.address, [after], actor="W0", owner=b"owner") == 0
+    assert isinstance(premises.store.look(after), Container)
+    assert fetch.free(premises.address, [after], actor="W0") == 1
 
 
 @pytest.mark.parametrize("is_taken", [False, True])

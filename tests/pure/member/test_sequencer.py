@@ -44,6 +44,34 @@ def test_close_wakes_waiters_and_refuses_later_plans(threads: ThreadPoolExecutor
     assert sequencer.start(4, 3) == "the controller is gone"
 
 
+# ---------------------------------------------------------------------------------------------- followers
+
+
+class _Releasing:
+    """A lock; once, its release lets another thread end plan 1 before the thread that held it goes on."""
+
+    def __init__(self, sequencer: PlanSequencer, threads: ThreadPoolExecutor) -> None:
+        self._lock, self._sequencer, self._threads = threading.RLock(), sequencer, threads
+        self._is_due = True
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        self._lock.release()
+        if self._is_due:
+            self._is_due = False
+            self._threads.submit(self._sequencer.end, 1).result(WAIT_S)
+
+
+def test_a_plan_follows_once_if_its_predecessor_ends_meanwhile(threads: ThreadPoolExecutor) -> None:
+    sequencer, calls = PlanSequencer(), list[int]()
+    sequencer.start(1, 0)
+    sequencer._lock = _Releasing(sequencer, threads)  # type: ignore[assignment]
+    sequencer.when_ended((1,), lambda: calls.append(2))
+    assert calls == [2]
+
+
 # ---------------------------------------------------------------------------------------------- memory
 
 

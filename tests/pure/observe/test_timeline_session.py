@@ -87,7 +87,7 @@ class Participant:
 
 def joined(participant: Participant, name: str = "W", pid: int = 7) -> ParticipantLink:
     info = {"participant": True, "actor": name, "address": SimpleNamespace(host="10.0.0.2"), "pid": pid}
-    peer = participant.peer = ParticipantLink(cast(Any, SimpleNamespace(lost=lambda *_: None)), info, None)
+    peer = participant.peer = ParticipantLink(cast(Any, SimpleNamespace(lost=lambda *_: None)), info, object())
     peer.link = participant  # type: ignore[assignment]
     return peer
 
