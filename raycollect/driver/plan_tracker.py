@@ -26,9 +26,9 @@ from raycollect.channel.messages import Abort, Arrivals, Arrive, Seen
 from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import Key, Member
 from raycollect.core.signals import Deferred, deliver, waiting
+from raycollect.driver.arrival_gather import ArrivalGather
 from raycollect.driver.dispatch_lock import Inside
 from raycollect.driver.error_location import ErrorLocator, RankNames
-from raycollect.engine.agreement import ArrivalGather
 from raycollect.engine.long_arrivals import most_parts
 from raycollect.errors import (
     CollectiveTimeoutError,

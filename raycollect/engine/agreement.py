@@ -13,21 +13,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
 from raycollect.core.codec import Codec, Wire
 from raycollect.core.model import TENSOR, OpKind, Structure, TensorInfo
 from raycollect.core.operations import PIECES
+from raycollect.engine.weighted_cache import WeightedCache
 from raycollect.errors import InternalError, ProtocolError, Violation
 from raycollect.planner import Program
 
 LONG_NBYTES = 4096
 """The size from which an arrival is compressed: backends bound the size of arrivals."""
 
-CACHED_NBYTES = 16 << 10
-"""The longest arrivals of which results are cached. Ranks that repeat longer ones know them by their digests."""
+CACHED_WEIGHT = 1 << 15
+"""The most tensors in each half of a cache. A description of one takes some 400 bytes, so these are 13 MB."""
+
+_ENTRY_WEIGHT = 8  # of a cached result without tensors
+_NBYTES_PER_WEIGHT = 400
 
 _CALLERS = {"plan": "a plan", "call": "an imperative call"}
 
@@ -90,12 +94,7 @@ _ARRIVALS = Codec[Arrival](Arrival, "arrival", long_nbytes=LONG_NBYTES)
 encode_arrival: Callable[[Arrival], bytes] = _ARRIVALS.encode
 
 
-def decode_arrival(data: bytes) -> Arrival:
-    """Reads an arrival; raises ProtocolError on other bytes."""
-    return _cached_arrival(data) if len(data) <= CACHED_NBYTES else _ARRIVALS.decode(data)
-
-
-_cached_arrival = lru_cache(maxsize=256)(_ARRIVALS.decode)
+decode_arrival: Callable[[bytes], Arrival] = _ARRIVALS.decode
 
 
 # The field of a violation of an output ends with it, or with it and the giver's rank.
@@ -207,10 +206,11 @@ def judge(ranks: tuple[int, ...], blobs: tuple[bytes, ...]) -> Verdict:
     Raises:
         ProtocolError: An arrival is malformed.
     """
-    return _cached_verdict(ranks, blobs) if max(map(len, blobs)) <= CACHED_NBYTES else _judged(ranks, blobs)
+    return _cached_verdict((ranks, blobs))
 
 
-def _judged(ranks: tuple[int, ...], blobs: tuple[bytes, ...]) -> Verdict:
+def _judged(encoded: tuple[tuple[int, ...], tuple[bytes, ...]]) -> Verdict:
+    ranks, blobs = encoded
     decoded = dict[bytes, Arrival]()  # equal arrivals are one object, which is looked at once
     for rank, blob in zip(ranks, blobs, strict=True):
         if blob not in decoded:
@@ -223,7 +223,13 @@ def _judged(ranks: tuple[int, ...], blobs: tuple[bytes, ...]) -> Verdict:
         raise ProtocolError(detail=f"arrivals that can't be compared: {exc}") from exc
 
 
-_cached_verdict = lru_cache(maxsize=256)(_judged)
+def _weight(verdict: Verdict) -> int:
+    specs = {id(spec): spec for spec in verdict.specs}.values()  # equal arrivals are one object
+    sides = [side for spec in specs for side in (spec.gives, spec.takes) if side is not None]
+    return _ENTRY_WEIGHT + sum(len(side.tensors) for side in sides) + len(verdict.violations)
+
+
+_cached_verdict = WeightedCache(_judged, _weight, CACHED_WEIGHT)
 
 
 def _of_rank(rank: int, blob: bytes) -> Arrival:
@@ -315,32 +321,6 @@ def _show(value: Any, other: Any, structure: Structure) -> str:
     return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
 
 
-class ArrivalGather:
-    """Gathers the arrivals of one round of one plan in one place."""
-
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self._ranks = tuple(ranks)
-        self._blobs: dict[int, bytes] = {}
-
-    @property
-    def missing(self) -> tuple[int, ...]:
-        """The ranks that have not arrived."""
-        return tuple(rank for rank in self._ranks if rank not in self._blobs)
-
-    def arrive(self, rank: int, blob: bytes) -> tuple[bytes, ...] | None:
-        """Adds a rank's arrival; raises ProtocolError for an unknown or repeated rank.
-
-        Returns:
-            All arrivals in rank order if it is the last one, else None.
-        """
-        if rank not in self._ranks:
-            raise ProtocolError(detail=f"rank {rank} has no part in this plan, whose ranks are {self._ranks}")
-        if rank in self._blobs:
-            raise ProtocolError(detail=f"rank {rank} came to the consistency check twice")
-        self._blobs[rank] = blob
-        return None if len(self._blobs) < len(self._ranks) else tuple(self._blobs[rank] for rank in self._ranks)
-
-
 # ------------------------------------------------------------------------------------ all requests of a plan
 
 
@@ -369,11 +349,6 @@ def encode_arrivals(arrivals: Mapping[int, bytes], *, conflict: bool) -> bytes:
     return _BROUGHT.encode(_Brought(conflict, tuple(distinct), tuple(arrivals), which))
 
 
-def decode_arrivals(data: bytes) -> tuple[bool, Mapping[int, bytes]]:
-    """Reads the arrivals of a participant of a batch; raises ProtocolError on other bytes."""
-    return _cached_arrivals(data) if len(data) <= CACHED_NBYTES else _decoded_arrivals(data)
-
-
 def _decoded_arrivals(data: bytes) -> tuple[bool, Mapping[int, bytes]]:
     conflict, blobs, requests, which = _BROUGHT.decode(data)
     try:
@@ -382,7 +357,14 @@ def _decoded_arrivals(data: bytes) -> tuple[bool, Mapping[int, bytes]]:
         raise ProtocolError(detail=f"malformed arrivals: {exc}") from exc
 
 
-_cached_arrivals = lru_cache(maxsize=256)(_decoded_arrivals)
+def _weight_of_arrivals(arrivals: tuple[bool, Mapping[int, bytes]]) -> int:
+    blobs = set(arrivals[1].values())
+    return _ENTRY_WEIGHT + len(arrivals[1]) + sum(map(len, blobs)) // _NBYTES_PER_WEIGHT
+
+
+decode_arrivals: Callable[[bytes], tuple[bool, Mapping[int, bytes]]]
+decode_arrivals = WeightedCache(_decoded_arrivals, _weight_of_arrivals, CACHED_WEIGHT)
+"""Reads the arrivals of a participant of a batch; raises ProtocolError on other bytes."""
 
 
 class Agreement:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from raycollect.engine.agreement import ArrivalGather
+from raycollect.driver.arrival_gather import ArrivalGather
 from raycollect.errors import ProtocolError
 
 
