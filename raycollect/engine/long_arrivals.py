@@ -9,16 +9,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 
-from raycollect.backends.kernels import check_arrival
-from raycollect.core.codec import Codec, Wire
+from raycollect.core.codec import MOST_NBYTES, Codec, Wire
 from raycollect.core.model import Kernel
 from raycollect.errors import ProtocolError
 
 PART_NBYTES = 60 << 10
 """The longest message; the agreement of each backend carries it."""
-
-MOST_NBYTES = 32 << 20
-"""The longest arrival."""
 
 _MET_NBYTES = 900 << 10  # of the messages of all ranks, which the controller sends on in one frame
 
@@ -55,12 +51,11 @@ def exchange(bring: Bring, arrival: bytes, kernel: Kernel | None = None, *, rank
     """Exchanges the arrivals of so many ranks without an earlier run; returns those of all.
 
     Raises:
-        RefusedError: The arrival is too long. Nothing was sent.
+        RefusedError: The kernel can't be prepared. Nothing was sent.
         ProtocolError: Another rank's messages are malformed.
     """
     if len(arrival) <= part_nbytes(ranks):
         return whole(bring, arrival, bring(arrival, kernel))
-    check_arrival(arrival, MOST_NBYTES)
     return whole(bring, arrival, bring(_message(arrival, b""), None))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 from msgspec.structs import replace
@@ -20,11 +19,9 @@ from raycollect.core.operations import PIECES
 from raycollect.engine import long_arrivals
 from raycollect.engine.agreement import (
     Agreement,
-    Arrival,
     Side,
     Spec,
     Verdict,
-    encode_arrival,
     encode_arrivals,
     is_batch,
 )
@@ -32,14 +29,14 @@ from raycollect.engine.device_staging import CUDA, StagingBuffers
 from raycollect.engine.fusion_buffer import FusionBuffer, Item, room, size_of
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.missing_operand import MissingOperand
-from raycollect.engine.operands import TaskBuffers
+from raycollect.engine.operands import FEWER_TENSORS, TaskBuffers
 from raycollect.engine.prepared import Count, Prepared, places_of
 from raycollect.engine.progress import nbytes_of_bundle
 from raycollect.engine.reshard_operands import ReshardBuffers
 from raycollect.engine.run_cache import single
 from raycollect.engine.schedule import Scheduler
 from raycollect.engine.steps import PreparedBundle
-from raycollect.errors import KernelError, RaycollectError, Violation
+from raycollect.errors import KernelError, ProtocolError, RaycollectError, Violation
 from raycollect.errors.text import too_large
 from raycollect.planner import Domain, Program, Role
 from raycollect.planner.fusion import coalesced
@@ -193,15 +190,19 @@ class Preparation:
         return Extents(*(span for other, spans in self._whole.items() if other < at for span in spans))
 
     def bring(self, round_index: int) -> bytes:
-        """Returns the arrival of this participant for a round."""
-        self.arrival = self._encoded(round_index)
-        if self.has_violations and len(self.arrival) > long_arrivals.MOST_NBYTES:  # perhaps the reason of the refusal
+        """Returns the arrival of this participant for a round; descriptions that are too long become violations."""
+        try:
+            self.arrival = self._encoded(round_index)
+        except ProtocolError as exc:  # all tasks together
+            self.refuse([Violation(kind="unsupported", field="operand", found=exc.detail, expected=FEWER_TENSORS)])
             self.arrival = self._encoded(round_index, describes=False)
+        if self.has_violations:
+            self.first = None
         return self.arrival
 
     def _encoded(self, round_index: int, *, describes: bool = True) -> bytes:
         brought = {
-            task.request: _arrival(operands, describes=describes)
+            task.request: operands.arrival(describes=describes)
             for task, operands in zip(self.program.tasks, self.tasks, strict=True)
             if task.round == round_index
             or (task.round == round_index - 1 and operands.share.template.is_learned)
@@ -373,29 +374,6 @@ def _fit(operands: TaskBuffers, src: Any, dst: Any) -> bool:
     sides = [side if type(side) is tuple else (side,) for side in (src, dst) if side is not None]
     sizes = {side[me if len(side) > 1 else 0].size for side in sides}
     return len(sizes) <= 1 and len({arrays.info(array).dtype for side in sides for array in side}) <= 1
-
-
-def _arrival(operands: TaskBuffers, *, describes: bool) -> bytes:
-    spec = operands.spec()
-    if not describes:
-        spec = replace(spec, gives=None, takes=None)
-    if not operands.share.domain.memory:
-        spec = replace(spec, one_device=True)
-    if operands.violations:
-        return encode_arrival(Arrival(spec=spec, violations=tuple(operands.violations)))
-    sides = (spec.gives, spec.takes)
-    is_short = sum(len(side.tensors) for side in sides if side is not None) <= _CACHED_TENSORS
-    return _cached_arrival(spec) if is_short else _encoded(spec)
-
-
-_CACHED_TENSORS = 256
-
-
-def _encoded(spec: Spec) -> bytes:
-    return encode_arrival(Arrival(spec=spec))
-
-
-_cached_arrival = lru_cache(maxsize=256)(_encoded)
 
 
 def _no_memory(exc: BaseException, expected: str) -> Violation:
