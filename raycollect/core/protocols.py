@@ -83,6 +83,10 @@ class NoSegments:
         raise OSError("this process does not map memory of other processes")
 
 
+SMALL_KERNEL_NBYTES = 32 << 10
+"""The kernels of one launch are all of smaller tensors than this, or none is: small tensors are cheaper to pack."""
+
+
 class Communicator(Protocol):
     """One rank's membership in a group, on one backend.
 
@@ -129,7 +133,7 @@ class Communicator(Protocol):
             launch: The launch, after its agreement.
             kernels: One kernel; or several independent kernels of one kind, op and root, equally many on all ranks, if
                 the backend's `Capabilities.coalesces` is True: the backend runs them with fewer synchronizations of
-                the ranks, or one after the other.
+                the ranks, or one after the other. All are smaller than `SMALL_KERNEL_NBYTES`, or none is.
 
         Raises:
             CollectiveTimeoutError: They had not ended within `launch.timeout_s`.
