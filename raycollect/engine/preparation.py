@@ -30,7 +30,7 @@ from raycollect.engine.fusion_buffer import FusionBuffer, Item, room, size_of
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.missing_operand import MissingOperand
 from raycollect.engine.operands import FEWER_TENSORS, TaskBuffers
-from raycollect.engine.prepared import Count, Prepared, places_of
+from raycollect.engine.prepared import Count, Prepared, operand_places
 from raycollect.engine.progress import nbytes_of_bundle
 from raycollect.engine.reshard_operands import ReshardBuffers
 from raycollect.engine.run_cache import single
@@ -148,7 +148,7 @@ class Preparation:
         if len(operands) < len(self._operands) or not self._is_repeatable or (is_call and single(operands) is None):
             return ()
         try:
-            return places_of(operands)
+            return operand_places(operands)
         except TypeError:  # a tensor has no memory any more, which becomes a violation
             return ()
 

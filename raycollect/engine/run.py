@@ -354,7 +354,7 @@ class Run(Launches):
             # After a failure a slow rank may still write in the fusion buffer.
             if self._buffer is not None and (is_ok or not self.packs):
                 self._buffer.give()
-        return self.program.places_of(ranks) if ranks and not self._number and self.succeeded is None else ()
+        return self.program.positions_of(ranks) if ranks and not self._number and self.succeeded is None else ()
 
     def _count_failure(self) -> None:
         # Counts for the current bundle, or the first one.
