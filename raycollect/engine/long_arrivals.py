@@ -16,12 +16,12 @@ from raycollect.errors import ProtocolError
 PART_NBYTES = 60 << 10
 """The longest message; the agreement of each backend carries it."""
 
-_MET_NBYTES = 900 << 10  # of the messages of all ranks, which the controller sends on in one frame
+_FRAME_NBYTES = 900 << 10  # of the messages of all ranks, which the controller sends on in one frame
 
 
 def part_nbytes(ranks: int) -> int:
     """The longest message in an agreement of so many ranks."""
-    return min(PART_NBYTES, _MET_NBYTES // ranks)
+    return min(PART_NBYTES, _FRAME_NBYTES // ranks)
 
 
 def most_parts(ranks: int) -> int:
@@ -43,11 +43,11 @@ class _Digest(Wire, frozen=True, kw_only=True):
 
 _DIGESTS = Codec[_Digest](_Digest, "digest of an arrival")
 
-Bring = Callable[[bytes, Kernel | None], Sequence[bytes]]
-"""Exchanges one message, as `Launches.bring`."""
+Agree = Callable[[bytes, Kernel | None], Sequence[bytes]]
+"""Exchanges one message, as `Launches.agree`."""
 
 
-def exchange(bring: Bring, arrival: bytes, kernel: Kernel | None = None, *, ranks: int) -> Sequence[bytes]:
+def exchange(agree: Agree, arrival: bytes, kernel: Kernel | None = None, *, ranks: int) -> Sequence[bytes]:
     """Exchanges the arrivals of so many ranks without an earlier run; returns those of all.
 
     Raises:
@@ -55,11 +55,11 @@ def exchange(bring: Bring, arrival: bytes, kernel: Kernel | None = None, *, rank
         ProtocolError: Another rank's messages are malformed.
     """
     if len(arrival) <= part_nbytes(ranks):
-        return whole(bring, arrival, bring(arrival, kernel))
-    return whole(bring, arrival, bring(_message(arrival, b""), None))
+        return whole(agree, arrival, agree(arrival, kernel))
+    return whole(agree, arrival, agree(_message(arrival, b""), None))
 
 
-def whole(bring: Bring, arrival: bytes, messages: Sequence[bytes]) -> Sequence[bytes]:
+def whole(agree: Agree, arrival: bytes, messages: Sequence[bytes]) -> Sequence[bytes]:
     """Returns the arrivals of all ranks from their first messages; exchanges the parts of long ones.
 
     Raises:
@@ -74,8 +74,8 @@ def whole(bring: Bring, arrival: bytes, messages: Sequence[bytes]) -> Sequence[b
     parts = [bytearray() for _ in messages]
     nbytes = part_nbytes(len(messages))
     for start in range(0, most, nbytes):
-        brought = bring(arrival[start : start + nbytes] or _NO_PART, None)
-        for digest, gathered, part in zip(digests, parts, brought, strict=True):
+        received = agree(arrival[start : start + nbytes] or _NO_PART, None)
+        for digest, gathered, part in zip(digests, parts, received, strict=True):
             if digest is not None and start < digest.nbytes:
                 gathered += part
     arrivals = list[bytes]()

@@ -21,7 +21,7 @@ from raycollect.planner import Program
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
-_PLACES = {
+_POSITIONS = {
     "waiting": run_steps.FOR_AN_OPERAND,
     "prepare": "prepares its operands",
     "check": run_steps.IN_CHECK,
@@ -53,7 +53,7 @@ class Observer:
     def event(self, what: str, detail: str = "") -> None:
         """Notes an event for error reports, and the new position of the run."""
         self.recorder.add(what, self.seq, detail)
-        at = _PLACES.get(what)
+        at = _POSITIONS.get(what)
         if at is not None:
             self.slot.at = at
 

@@ -165,7 +165,7 @@ class TaskBuffers:
             return True
         if buffer.scratch and buffer.role is Role.LIKE:
             index = buffer.source
-        gives, takes = PIECES.get(self._kind, _WHOLE)
+        gives, takes = PIECES[self._kind]
         if index == template.src and gives:
             return True
         return takes and (index == template.dst or buffer.scratch)
@@ -265,7 +265,7 @@ class TaskBuffers:
                 self.violate("alias", "operand", "overlapping another tensor of the plan", "separate memory", both)
                 return
         if (
-            all(PIECES.get(self._kind, _WHOLE))
+            all(PIECES[self._kind])
             and in_place
             and any(
                 arrays.place(a)[:4] != arrays.place(b)[:4]
@@ -281,7 +281,7 @@ class TaskBuffers:
         src, dst = leaves.get(template.src), leaves.get(template.dst)
         if src is None or dst is None:
             return False
-        gives, takes = PIECES.get(self._kind, (False, False))
+        gives, takes = PIECES[self._kind]
         me = self.share.ranks.index(self.share.rank)
         if gives and takes:
             return src == dst
@@ -336,7 +336,7 @@ class TaskBuffers:
         cached = self._pairs.get(id(step))
         if cached is not None:
             return cached
-        gives, takes = PIECES.get(step.kind, _WHOLE) if isinstance(step.kind, OpKind) else _WHOLE
+        gives, takes = PIECES[step.kind] if isinstance(step.kind, OpKind) else (False, False)
         reads = self._filled(step.src, step.src_piece, gives)
         writes = self._filled(step.dst, step.dst_piece, takes)
         if reads and writes and len(reads) != len(writes):
@@ -362,7 +362,6 @@ class TaskBuffers:
         return bound.leaves if bound else ()
 
 
-_WHOLE = (False, False)
 _CACHED_TENSORS = 256
 
 

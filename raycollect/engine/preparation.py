@@ -97,7 +97,6 @@ class Preparation:
     def refuse(self, violations: Sequence[Violation]) -> None:
         """Adds violations that are not of operands, for the agreement."""
         rank = self.program.shares[self.program.tasks[0].share].rank
-        self.first = None
         self.tasks[0].violations += [dataclasses.replace(v, rank=rank) if v.rank < 0 else v for v in violations]
 
     def go_on(self, round_index: int, verdicts: Mapping[int, Verdict]) -> None:
@@ -189,7 +188,7 @@ class Preparation:
         # In the order of calls, not of rounds.
         return Extents(*(span for other, spans in self._whole.items() if other < at for span in spans))
 
-    def bring(self, round_index: int) -> bytes:
+    def arrival_for(self, round_index: int) -> bytes:
         """Returns the arrival of this participant for a round; descriptions that are too long become violations."""
         try:
             self.arrival = self._encoded(round_index)
@@ -201,14 +200,14 @@ class Preparation:
         return self.arrival
 
     def _encoded(self, round_index: int, *, describes: bool = True) -> bytes:
-        brought = {
+        arrivals = {
             task.request: operands.arrival(describes=describes)
             for task, operands in zip(self.program.tasks, self.tasks, strict=True)
             if task.round == round_index
             or (task.round == round_index - 1 and operands.share.template.is_learned)
             or operands.violations  # noted between the rounds
         }
-        return encode_arrivals(brought, conflict=self._conflict())
+        return encode_arrivals(arrivals, conflict=self._conflict())
 
     def _conflict(self) -> bool:
         """Whether keys that the plan assumes to be separate overlap in memory, and their tasks could be reordered."""
@@ -395,7 +394,7 @@ def _learn(operands: TaskBuffers, specs: Sequence[Spec]) -> None:
     # Learned outputs are on the devices of this rank's inputs, if it has any.
     mine = operands.spec().gives
     try:
-        operands.learn([_brought_to(spec, mine) for spec in specs] if mine is not None else specs)
+        operands.learn([_on_devices_of(spec, mine) for spec in specs] if mine is not None else specs)
     except RaycollectError:
         raise
     except Exception as exc:  # noqa: BLE001 - from the library that makes the tensor, as for a missing device
@@ -404,12 +403,12 @@ def _learn(operands: TaskBuffers, specs: Sequence[Spec]) -> None:
         operands.violate("allocation", "output", too_large(exc), expected, index)
 
 
-def _brought_to(spec: Spec, mine: Side) -> Spec:
+def _on_devices_of(spec: Spec, mine: Side) -> Spec:
     # The spec with each tensor on the device of this rank's tensor at the same position.
     gives = spec.gives
     if gives is None or len({info.device for side in (gives, mine) for info in side.tensors}) < 2:
         return spec
-    pieces = len(mine.structure.items) if PIECES.get(OpKind(spec.op), (False, False))[0] else 1
+    pieces = len(mine.structure.items) if PIECES[OpKind(spec.op)][0] else 1
     row = mine.tensors[: len(mine.tensors) // pieces]
     infos = tuple([info.beside(row[at % len(row)]) for at, info in enumerate(gives.tensors)])
     return replace(spec, gives=replace(gives, tensors=infos))
