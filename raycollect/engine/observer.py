@@ -171,8 +171,10 @@ class Observer:
         return ring.label_of(lambda: _label_of_program(program, label), program, label)
 
     def _number_of_bundle(self, ring: Ring, bundle: PreparedBundle) -> int:
-        # The number of a bundle's label; later runs have the same share and verdicts.
+        # The number of a bundle's label. The ring holds the verdicts of repeated runs only.
         label = self.label
+        if self.prepared is not self.cached:
+            return ring.label(label_of_bundle(bundle, label))
         # Together these determine the label; they refer to no tensor.
         return ring.label_of(lambda: label_of_bundle(bundle, label), bundle.verdicts, bundle.share, label)
 
