@@ -11,17 +11,15 @@ from collections.abc import Callable, Sequence
 
 from raycollect.core.codec import MOST_NBYTES, Codec, Wire
 from raycollect.core.model import Kernel
+from raycollect.core.protocols import ARRIVAL_NBYTES
 from raycollect.errors import ProtocolError
-
-PART_NBYTES = 60 << 10
-"""The longest message; the agreement of each backend carries it."""
 
 _FRAME_NBYTES = 900 << 10  # of the messages of all ranks, which the controller sends on in one frame
 
 
 def part_nbytes(ranks: int) -> int:
     """The longest message in an agreement of so many ranks."""
-    return min(PART_NBYTES, _FRAME_NBYTES // ranks)
+    return min(ARRIVAL_NBYTES, _FRAME_NBYTES // ranks)
 
 
 def most_parts(ranks: int) -> int:

@@ -13,8 +13,9 @@ import pytest
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core.codec import MOST_NBYTES
 from raycollect.core.model import OpKind
+from raycollect.core.protocols import ARRIVAL_NBYTES
 from raycollect.engine.agreement import Arrival, Spec, encode_arrival
-from raycollect.engine.long_arrivals import PART_NBYTES, exchange, messages_of, whole
+from raycollect.engine.long_arrivals import exchange, messages_of, whole
 from raycollect.engine.operands import Bound
 from raycollect.errors import MismatchError, ProtocolError, RaycollectError, UnsupportedError, Violation
 from raycollect.planner import Request
@@ -60,7 +61,7 @@ def holds(some: dict[str, Any], value: float) -> bool:
 def test_a_loop_over_a_large_dict_sends_the_current_values(convoy: Convoy, make: Any) -> None:
     models = [model(rank, make) for rank in range(WORLD)]
     keys = [convoy.keep(rank, one) for rank, one in enumerate(models)]
-    assert len(description(models[0])) > PART_NBYTES
+    assert len(description(models[0])) > ARRIVAL_NBYTES
     for value in (7, 8, 9):
         for array in models[0].values():
             array[...] = value
@@ -206,7 +207,7 @@ def test_short_arrivals_take_one_exchange() -> None:
 def test_a_rank_with_a_short_arrival_gets_the_parts_of_a_long_one() -> None:
     first: list[bytes] = []
     exchange(lambda message, _: (first.append(message), [message])[1] if not first else [message], LONG, ranks=1)
-    parts = [LONG[at : at + PART_NBYTES] for at in range(0, len(LONG), PART_NBYTES)]
+    parts = [LONG[at : at + ARRIVAL_NBYTES] for at in range(0, len(LONG), ARRIVAL_NBYTES)]
     others = Others([*first, *parts])
     assert exchange(others, b"mine", ranks=2) == [b"mine", LONG]
     assert all(others.sent), "an empty message is a commit"
@@ -214,7 +215,8 @@ def test_a_rank_with_a_short_arrival_gets_the_parts_of_a_long_one() -> None:
 
 def test_parts_that_do_not_fit_their_digest_are_refused() -> None:
     _, message = messages_of([b"mine", LONG])
-    for parts in ([b"no part"] * 10, [LONG[at : at + PART_NBYTES] for at in range(7, len(LONG) + 7, PART_NBYTES)]):
+    shifted = [LONG[at : at + ARRIVAL_NBYTES] for at in range(7, len(LONG) + 7, ARRIVAL_NBYTES)]
+    for parts in ([b"no part"] * 10, shifted):
         with pytest.raises(ProtocolError):
             exchange(Others([message, *parts]), b"mine", ranks=2)
     with pytest.raises(ProtocolError):
