@@ -26,7 +26,7 @@ class WeightedCache(Generic[_K, _T]):
         self._function = function
         self._weight = weight
         self._most = most
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may use it
         self.clear()
 
     def __call__(self, key: _K) -> _T:
