@@ -13,6 +13,7 @@ from raycollect.backends.arrays import Array, Flat
 from raycollect.core.kernel_progress import here
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.operations import FOLDS
+from raycollect.core.protocols import ARRIVAL_NBYTES
 from raycollect.errors import (
     CollectiveTimeoutError,
     InternalError,
@@ -28,11 +29,11 @@ _Result = TypeVar("_Result")
 _MOVED = (OpKind.BROADCAST, OpKind.SEND, OpKind.RECV)
 
 
-def check_arrival(arrival: bytes, limit_nbytes: int, group_name: str = "", rank: int = -1) -> None:
+def check_arrival(arrival: bytes, group_name: str, rank: int) -> None:
     """Raises UnsupportedError if an arrival is too long for the agreement."""
-    if len(arrival) > limit_nbytes:
+    if len(arrival) > ARRIVAL_NBYTES:
         actual = f"of so many tensors that their description takes {len(arrival)} bytes"
-        expected = f"at most {limit_nbytes}: several operands, one after the other"
+        expected = f"at most {ARRIVAL_NBYTES}: several operands, one after the other"
         violation = Violation(kind="unsupported", rank=rank, field="operand", found=actual, expected=expected)
         raise refusal("", group_name, (violation,))
 

@@ -18,8 +18,10 @@ from raycollect.errors import ProtocolError, RaycollectError
 
 _T = TypeVar("_T")
 
+MOST_NBYTES = 64 << 20
+"""The longest value of a codec that compresses, before compression. What is sent is never longer."""
+
 _COMPRESSED = b"\xc1"  # first byte of compressed values; msgpack never uses it
-_MOST_UNZIPPED = 64 << 20
 _MOST_TOLD = 300  # the longest reason in an error, in characters
 _MALFORMED = (msgspec.MsgspecError, ValueError, TypeError, LookupError, OverflowError, RecursionError, zlib.error)
 
@@ -74,7 +76,7 @@ class Codec(Generic[_T]):
         """Encodes a value; the inverse of `decode`.
 
         Raises:
-            ProtocolError: A part of it has no form on the wire.
+            ProtocolError: A part of it has no form on the wire, or it is longer than `MOST_NBYTES`.
         """
         try:
             data = _encode(value)
@@ -86,7 +88,7 @@ class Codec(Generic[_T]):
             raise ProtocolError(detail=f"a {what} that can't be written: {str(exc)[:_MOST_TOLD]}") from exc
         if self._version:
             return bytes((self._version,)) + data
-        return data if not self._long_nbytes or len(data) < self._long_nbytes else _COMPRESSED + zlib.compress(data, 1)
+        return data if not self._long_nbytes or len(data) < self._long_nbytes else self._zipped(data)
 
     def decode(self, data: bytes | bytearray) -> _T:
         """Decodes a value.
@@ -109,10 +111,18 @@ class Codec(Generic[_T]):
         except _MALFORMED as exc:
             raise ProtocolError(detail=f"malformed {self._what}: {str(exc)[:_MOST_TOLD]}") from exc
 
+    def _zipped(self, data: bytes) -> bytes:
+        if len(data) > MOST_NBYTES:
+            raise ProtocolError(
+                detail=f"too large: its {self._what} takes {len(data)} bytes, the limit is {MOST_NBYTES}"
+            )
+        zipped = _COMPRESSED + zlib.compress(data, 1)
+        return zipped if len(zipped) < len(data) else data
+
 
 def _unzipped(data: bytes | bytearray) -> bytes:
     unzip = zlib.decompressobj()
-    result = unzip.decompress(data[1:], _MOST_UNZIPPED)
+    result = unzip.decompress(data[1:], MOST_NBYTES)
     if unzip.unconsumed_tail:
-        raise ValueError(f"more than {_MOST_UNZIPPED} bytes")
+        raise ValueError(f"more than {MOST_NBYTES} bytes")
     return result

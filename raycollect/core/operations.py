@@ -310,9 +310,13 @@ OPERATIONS: dict[OpKind, OperationSpec] = by_kind(_SPECS)
 """Every operation; the RECV of a receiver is its half of a SEND."""
 
 PIECES: dict[OpKind, tuple[bool, bool]] = {
-    spec.kind: (spec.gives_pieces, spec.takes_pieces) for spec in _SPECS if spec.gives_pieces or spec.takes_pieces
+    OpKind.RECV: (False, False),
+    **{spec.kind: (spec.gives_pieces, spec.takes_pieces) for spec in _SPECS},
 }
-"""Operation -> whether what a rank gives, and what it takes, is one piece per rank; the others have no pieces."""
+"""Operation -> whether what a rank gives, and what it takes, is one piece per rank."""
+
+OF_PIECES = frozenset(kind for kind, sides in PIECES.items() if any(sides))
+"""The operations in which a rank gives or takes pieces."""
 
 FOLDS = tuple(spec.kind for spec in _SPECS if spec.folds)
 """The operations that have a reduce op."""

@@ -83,6 +83,13 @@ class NoSegments:
         raise OSError("this process does not map memory of other processes")
 
 
+ARRIVAL_NBYTES = 60 << 10
+"""The longest arrival of one `Communicator.agree`: longer ones travel in parts."""
+
+SMALL_KERNEL_NBYTES = 32 << 10
+"""The kernels of one launch are all of smaller tensors than this, or none is: small tensors are cheaper to pack."""
+
+
 class Communicator(Protocol):
     """One rank's membership in a group, on one backend.
 
@@ -106,7 +113,7 @@ class Communicator(Protocol):
 
         Args:
             launch: The launch.
-            arrival: The bytes that this rank sends to the others.
+            arrival: The bytes that this rank sends to the others, at most `ARRIVAL_NBYTES`.
             kernel: The first kernel of the launch. The backend may stage its input for other ranks. Unless the launch
                 is refused, or another agreement follows, all ranks pass their first kernel, or none does.
             expected: The result of the agreement of an earlier run, or None; ranks may differ in this.
@@ -129,7 +136,7 @@ class Communicator(Protocol):
             launch: The launch, after its agreement.
             kernels: One kernel; or several independent kernels of one kind, op and root, equally many on all ranks, if
                 the backend's `Capabilities.coalesces` is True: the backend runs them with fewer synchronizations of
-                the ranks, or one after the other.
+                the ranks, or one after the other. All are smaller than `SMALL_KERNEL_NBYTES`, or none is.
 
         Raises:
             CollectiveTimeoutError: They had not ended within `launch.timeout_s`.

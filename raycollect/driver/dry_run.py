@@ -156,7 +156,7 @@ class _Estimated:
     def _spec(self, number: int, rank: int, violations: list[Violation]) -> Spec:
         request, part = self._plan.requests[number], self._plan.parts[number]
         _, src, dst = request.operands[part.places[rank]]
-        in_pieces = PIECES.get(request.kind, (False, False))
+        in_pieces = PIECES[request.kind]
         sides: list[Side | None] = []
         if request.reshard is not None:
             self._check_layouts(number, rank, violations)

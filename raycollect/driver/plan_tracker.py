@@ -26,9 +26,9 @@ from raycollect.channel.messages import Abort, Arrivals, Arrive, Seen
 from raycollect.core.deadline import NEVER, Deadline
 from raycollect.core.model import Key, Member
 from raycollect.core.signals import Deferred, deliver, waiting
+from raycollect.driver.arrival_gather import ArrivalGather
 from raycollect.driver.dispatch_lock import Inside
 from raycollect.driver.error_location import ErrorLocator, RankNames
-from raycollect.engine.agreement import ArrivalGather
 from raycollect.engine.long_arrivals import most_parts
 from raycollect.errors import (
     CollectiveTimeoutError,
@@ -52,7 +52,7 @@ ANSWER_NBYTES = 1 << 19  # how many bytes go into one message, which has to fit 
 
 _MAX_REASON_CHARS = 1000
 
-_AgreementKey = tuple[int, int, str, tuple[int, ...]]  # (launch, round, group id, ranks)
+_AgreementKey = tuple[int, str, tuple[int, ...]]  # (launch, group id, ranks)
 
 
 class Overdue(NamedTuple):
@@ -118,9 +118,7 @@ class PlanTracker:
         self._memberships = memberships
         self.keys: tuple[Key, ...] = tuple(refs)
         self._is_chain = plan.width > 1  # a rank that waits in one launch does not hear that another one broke
-        self._gathers: dict[
-            _AgreementKey, ArrivalGather
-        ] = {}  # the agreements before launches that the controller gathers
+        self._gathers: dict[_AgreementKey, ArrivalGather] = {}  # of agreements that no group carries
         self._pending = set(range(len(plan.participants)))
         self._abandoned: list[bool] = []  # not empty after `abandon`, until the failure is logged
         self._unresolved = threading.Lock()  # held until the outcome is known: cheaper than an event
@@ -274,8 +272,8 @@ class PlanTracker:
             # Long arrivals travel in parts, a round each.
             if not 0 <= message.round < (rounds - commits) * most_parts(len(ranks)) + commits:
                 raise ProtocolError(detail=f"launch {message.seq} has no round {message.round} to agree in")
-            key = (message.seq, message.round, message.group_id, ranks)
-            blobs = self._gathers.setdefault(key, ArrivalGather(ranks)).arrive(message.rank, message.blob)
+            gather = self._gathers.setdefault((message.seq, message.group_id, ranks), ArrivalGather(ranks))
+            blobs = gather.arrive(message.round, message.rank, message.blob)
             if blobs is None:
                 return []
             if commits and not message.blob:
@@ -310,7 +308,7 @@ class PlanTracker:
         if isinstance(error, CollectiveTimeoutError) and self._gathers:
             with self._lock:
                 key = max(self._gathers)
-                by_rank = self._by_rank(key[0], key[2])
+                by_rank = self._by_rank(*key[:2])
                 homes = [self.location.home(by_rank[rank]) for rank in self._gathers[key].missing]
             missing = [(group.rank_of(member.actor_id), member.actor) for group, member in homes]
         self._resolve(self.location.locate(position, error, story, missing))

@@ -13,21 +13,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
 from raycollect.core.codec import Codec, Wire
 from raycollect.core.model import TENSOR, OpKind, Structure, TensorInfo
 from raycollect.core.operations import PIECES
+from raycollect.engine.weighted_cache import WeightedCache
 from raycollect.errors import InternalError, ProtocolError, Violation
 from raycollect.planner import Program
 
 LONG_NBYTES = 4096
 """The size from which an arrival is compressed: backends bound the size of arrivals."""
 
-CACHED_NBYTES = 16 << 10
-"""The longest arrivals of which results are cached. Ranks that repeat longer ones know them by their digests."""
+CACHED_WEIGHT = 1 << 15
+"""The most tensors in each half of a cache. A description of one takes some 400 bytes, so these are 13 MB."""
+
+_ENTRY_WEIGHT = 8  # of a cached result without tensors
+_NBYTES_PER_WEIGHT = 400
 
 _CALLERS = {"plan": "a plan", "call": "an imperative call"}
 
@@ -90,12 +94,7 @@ _ARRIVALS = Codec[Arrival](Arrival, "arrival", long_nbytes=LONG_NBYTES)
 encode_arrival: Callable[[Arrival], bytes] = _ARRIVALS.encode
 
 
-def decode_arrival(data: bytes) -> Arrival:
-    """Reads an arrival; raises ProtocolError on other bytes."""
-    return _cached_arrival(data) if len(data) <= CACHED_NBYTES else _ARRIVALS.decode(data)
-
-
-_cached_arrival = lru_cache(maxsize=256)(_ARRIVALS.decode)
+decode_arrival: Callable[[bytes], Arrival] = _ARRIVALS.decode
 
 
 # The field of a violation of an output ends with it, or with it and the giver's rank.
@@ -109,7 +108,7 @@ def _flows(specs: Sequence[Spec]) -> Iterator[list[_FlowSide]]:
     # Lists of parts that must match: an input and its outputs; without ranks that failed to describe theirs.
     gives = {at: spec.gives for at, spec in enumerate(specs) if spec.gives is not None}
     takes = {at: spec.takes for at, spec in enumerate(specs) if spec.takes is not None}
-    in_pieces, out_pieces = PIECES.get(OpKind(specs[0].op), (False, False))
+    in_pieces, out_pieces = PIECES[OpKind(specs[0].op)]
     everyone = range(len(specs))
     if not in_pieces and not out_pieces:  # one value for all
         yield [(at, "", side) for at in everyone for side in (gives.get(at), takes.get(at)) if side is not None]
@@ -129,12 +128,6 @@ def _flows(specs: Sequence[Spec]) -> Iterator[list[_FlowSide]]:
             yield given + ([(taker, OUTPUT, takes[taker])] if taker in takes else [])
 
 
-def largest(specs: Sequence[Spec]) -> tuple[int, ...]:
-    """For each tensor, the size of the largest piece of it that any rank gives or takes; see `model.Kernel.most`."""
-    parts = [side for flow in _flows(specs) for _, _, side in flow]
-    return tuple(map(max, zip(*([info.size for info in side.tensors] for side in parts), strict=False)))
-
-
 def learn(specs: Sequence[Spec], at: int, at_root: int, *, of_all: bool = False) -> Side:
     """Returns the output of rank `at`, from the inputs of all; `at_root` is the position of the root.
 
@@ -143,7 +136,7 @@ def learn(specs: Sequence[Spec], at: int, at_root: int, *, of_all: bool = False)
     Raises:
         InternalError: A giver has not described its input.
     """
-    in_pieces, out_pieces = PIECES.get(OpKind(specs[at].op), (False, False))
+    in_pieces, out_pieces = PIECES[OpKind(specs[at].op)]
     of_all |= out_pieces
     givers = specs if of_all else [specs[at_root]]
     sides = []
@@ -197,8 +190,9 @@ class Verdict:
 
     @cached_property
     def most(self) -> tuple[int, ...]:
-        """See `largest`."""
-        return largest(self.specs)
+        """For each tensor, the size of the largest piece that any rank gives or takes; see `model.Kernel.most`."""
+        parts = [side for flow in _flows(self.specs) for _, _, side in flow]
+        return tuple(map(max, zip(*([info.size for info in side.tensors] for side in parts), strict=False)))
 
 
 def judge(ranks: tuple[int, ...], blobs: tuple[bytes, ...]) -> Verdict:
@@ -207,10 +201,11 @@ def judge(ranks: tuple[int, ...], blobs: tuple[bytes, ...]) -> Verdict:
     Raises:
         ProtocolError: An arrival is malformed.
     """
-    return _cached_verdict(ranks, blobs) if max(map(len, blobs)) <= CACHED_NBYTES else _judged(ranks, blobs)
+    return _cached_verdict((ranks, blobs))
 
 
-def _judged(ranks: tuple[int, ...], blobs: tuple[bytes, ...]) -> Verdict:
+def _judged(encoded: tuple[tuple[int, ...], tuple[bytes, ...]]) -> Verdict:
+    ranks, blobs = encoded
     decoded = dict[bytes, Arrival]()  # equal arrivals are one object, which is looked at once
     for rank, blob in zip(ranks, blobs, strict=True):
         if blob not in decoded:
@@ -223,17 +218,23 @@ def _judged(ranks: tuple[int, ...], blobs: tuple[bytes, ...]) -> Verdict:
         raise ProtocolError(detail=f"arrivals that can't be compared: {exc}") from exc
 
 
-_cached_verdict = lru_cache(maxsize=256)(_judged)
+def _weight(verdict: Verdict) -> int:
+    specs = {id(spec): spec for spec in verdict.specs}.values()  # equal arrivals are one object
+    sides = [side for spec in specs for side in (spec.gives, spec.takes) if side is not None]
+    return _ENTRY_WEIGHT + sum(len(side.tensors) for side in sides) + len(verdict.violations)
+
+
+_cached_verdict = WeightedCache(_judged, _weight, CACHED_WEIGHT)
 
 
 def _of_rank(rank: int, blob: bytes) -> Arrival:
     try:
         return decode_arrival(blob)
     except ProtocolError as exc:
-        raise unreadable(rank, exc) from exc
+        raise _unreadable(rank, exc) from exc
 
 
-def unreadable(rank: int, error: ProtocolError) -> ProtocolError:
+def _unreadable(rank: int, error: ProtocolError) -> ProtocolError:
     """Makes the error of an arrival that can't be read, from that of its codec."""
     return ProtocolError(detail=f"what rank {rank} brought to the consistency check can't be read: {error.detail}")
 
@@ -245,7 +246,7 @@ def decide(ranks: Sequence[int], arrivals: Sequence[Arrival]) -> tuple[Violation
     """
     violations = [violation for arrival in arrivals for violation in arrival.violations]
     specs = [arrival.spec for arrival in arrivals]
-    confused = {
+    invalid = {
         rank
         for rank, arrival in zip(ranks, arrivals, strict=True)
         if any(v.kind == "argument" for v in arrival.violations)
@@ -253,7 +254,7 @@ def decide(ranks: Sequence[int], arrivals: Sequence[Arrival]) -> tuple[Violation
     for name, read in _CALL_FIELDS.items():
         said = [(rank, read(spec)) for rank, spec in zip(ranks, specs, strict=True)]
         # A rank that has refused its own arguments is not compared with the others.
-        violations += _odd_ones(name, [value for value in said if value[0] not in confused or value[1] not in _NONE])
+        violations += _mismatches(name, [value for value in said if value[0] not in invalid or value[1] not in _NONE])
     if any(violation.kind == "mismatch" and violation.field in _CALL_FIELDS for violation in violations):
         return tuple(violations)
     flows = list(_flows(specs))
@@ -262,7 +263,7 @@ def decide(ranks: Sequence[int], arrivals: Sequence[Arrival]) -> tuple[Violation
     for parts, fields in [(everything, alike), *((flow, _fields(flow)) for flow in flows)]:
         for name, look in fields.items():
             values = {key: look(side) for key, side in {id(side): side for _, _, side in parts}.items()}
-            violations += _odd_ones(
+            violations += _mismatches(
                 name,
                 [(ranks[at], values[id(side)]) for at, _, side in parts],
                 [of for _, of, _ in parts],
@@ -275,7 +276,7 @@ def _fields(flow: Sequence[_FlowSide]) -> dict[str, Callable[[Side], Any]]:
     return _LOOSE_FIELDS if any(side.loose for _, _, side in flow) else _FLOW_FIELDS
 
 
-def _odd_ones(
+def _mismatches(
     name: str, values: Sequence[tuple[int, Any]], parts: Sequence[str] = (), structures: Sequence[Structure] = ()
 ) -> list[Violation]:
     # The violations of ranks whose value differs from the most common one; on a tie, from the first.
@@ -315,32 +316,6 @@ def _show(value: Any, other: Any, structure: Structure) -> str:
     return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
 
 
-class ArrivalGather:
-    """Gathers the arrivals of one round of one plan in one place."""
-
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self._ranks = tuple(ranks)
-        self._blobs: dict[int, bytes] = {}
-
-    @property
-    def missing(self) -> tuple[int, ...]:
-        """The ranks that have not arrived."""
-        return tuple(rank for rank in self._ranks if rank not in self._blobs)
-
-    def arrive(self, rank: int, blob: bytes) -> tuple[bytes, ...] | None:
-        """Adds a rank's arrival; raises ProtocolError for an unknown or repeated rank.
-
-        Returns:
-            All arrivals in rank order if it is the last one, else None.
-        """
-        if rank not in self._ranks:
-            raise ProtocolError(detail=f"rank {rank} has no part in this plan, whose ranks are {self._ranks}")
-        if rank in self._blobs:
-            raise ProtocolError(detail=f"rank {rank} came to the consistency check twice")
-        self._blobs[rank] = blob
-        return None if len(self._blobs) < len(self._ranks) else tuple(self._blobs[rank] for rank in self._ranks)
-
-
 # ------------------------------------------------------------------------------------ all requests of a plan
 
 
@@ -349,14 +324,14 @@ def is_batch(program: Program) -> bool:
     return len(program.tasks) != 1 or bool(program.everyone)
 
 
-class _Brought(NamedTuple):
+class _BatchArrivals(NamedTuple):
     conflict: bool
     blobs: tuple[bytes, ...]  # distinct
     requests: tuple[int, ...]
     which: tuple[int, ...]  # for each of them the place of its blob
 
 
-_BROUGHT = Codec[_Brought](_Brought, "arrivals", long_nbytes=LONG_NBYTES)
+_BATCH_ARRIVALS = Codec[_BatchArrivals](_BatchArrivals, "arrivals", long_nbytes=LONG_NBYTES)
 
 
 def encode_arrivals(arrivals: Mapping[int, bytes], *, conflict: bool) -> bytes:
@@ -366,23 +341,25 @@ def encode_arrivals(arrivals: Mapping[int, bytes], *, conflict: bool) -> bytes:
     """
     distinct = {blob: at for at, blob in enumerate(dict.fromkeys(arrivals.values()))}
     which = tuple([distinct[blob] for blob in arrivals.values()])
-    return _BROUGHT.encode(_Brought(conflict, tuple(distinct), tuple(arrivals), which))
-
-
-def decode_arrivals(data: bytes) -> tuple[bool, Mapping[int, bytes]]:
-    """Reads the arrivals of a participant of a batch; raises ProtocolError on other bytes."""
-    return _cached_arrivals(data) if len(data) <= CACHED_NBYTES else _decoded_arrivals(data)
+    return _BATCH_ARRIVALS.encode(_BatchArrivals(conflict, tuple(distinct), tuple(arrivals), which))
 
 
 def _decoded_arrivals(data: bytes) -> tuple[bool, Mapping[int, bytes]]:
-    conflict, blobs, requests, which = _BROUGHT.decode(data)
+    conflict, blobs, requests, which = _BATCH_ARRIVALS.decode(data)
     try:
         return conflict, dict(zip(requests, [blobs[at] for at in which], strict=True))
     except (LookupError, ValueError) as exc:
         raise ProtocolError(detail=f"malformed arrivals: {exc}") from exc
 
 
-_cached_arrivals = lru_cache(maxsize=256)(_decoded_arrivals)
+def _weight_of_arrivals(arrivals: tuple[bool, Mapping[int, bytes]]) -> int:
+    blobs = set(arrivals[1].values())
+    return _ENTRY_WEIGHT + len(arrivals[1]) + sum(map(len, blobs)) // _NBYTES_PER_WEIGHT
+
+
+decode_arrivals: Callable[[bytes], tuple[bool, Mapping[int, bytes]]]
+decode_arrivals = WeightedCache(_decoded_arrivals, _weight_of_arrivals, CACHED_WEIGHT)
+"""Reads the arrivals of a participant of a batch; raises ProtocolError on other bytes."""
 
 
 class Agreement:
@@ -397,7 +374,7 @@ class Agreement:
         self.conflict: bool = False
         self.verdicts: dict[int, Verdict] = {}
         self._program = program
-        self._brought: list[dict[int, bytes]] = [{} for _ in program.agreement.ranks]
+        self._arrivals: list[dict[int, bytes]] = [{} for _ in program.agreement.ranks]  # the latest by request
 
     def meet(self, blobs: Sequence[bytes]) -> tuple[Violation, ...]:
         """Judges one round of blobs, by place; returns every violation of all requests.
@@ -406,13 +383,13 @@ class Agreement:
             ProtocolError: The blobs are no arrivals of this plan.
         """
         now = set[int]()
-        for rank, brought, blob in zip(self._program.agreement.ranks, self._brought, blobs, strict=True):
+        for rank, latest, blob in zip(self._program.agreement.ranks, self._arrivals, blobs, strict=True):
             try:
                 conflict, arrivals = decode_arrivals(bytes(blob))
             except ProtocolError as exc:
-                raise unreadable(rank, exc) from exc
+                raise _unreadable(rank, exc) from exc
             self.conflict |= conflict
-            brought.update(arrivals)
+            latest.update(arrivals)
             now.update(arrivals)
         violations = {request: self._judge(request).violations for request in sorted(now)}
         if not is_batch(self._program):
@@ -421,14 +398,14 @@ class Agreement:
 
     def _judge(self, request: int) -> Verdict:
         # The earlier arrival of a participant without a new one in this round still counts.
-        program, brought = self._program, self._brought
+        program, arrivals = self._program, self._arrivals
         try:
             if program.everyone:
                 ranks, places = program.everyone[request]
-                brought = [brought[place] for place in places]
+                arrivals = [arrivals[place] for place in places]
             else:
                 ranks = program.shares[program.tasks[request].share].ranks
-            verdict = self.verdicts[request] = judge(ranks, tuple([arrivals[request] for arrivals in brought]))
+            verdict = self.verdicts[request] = judge(ranks, tuple([latest[request] for latest in arrivals]))
             return verdict
         except LookupError as exc:
             raise ProtocolError(detail=f"request {request} was not brought by all of its ranks") from exc
@@ -444,7 +421,7 @@ def decode_single(rank: int, data: bytes) -> bytes:
     try:
         _, arrivals = decode_arrivals(bytes(data))
     except ProtocolError as exc:
-        raise unreadable(rank, exc) from exc
+        raise _unreadable(rank, exc) from exc
     if 0 not in arrivals:
-        raise unreadable(rank, ProtocolError(detail="it is of another plan"))
+        raise _unreadable(rank, ProtocolError(detail="it is of another plan"))
     return arrivals[0]

@@ -18,7 +18,7 @@ import numpy as np
 from raycollect.backends.array_copies import ArrayCopies
 from raycollect.backends.arrays import Array, native
 from raycollect.core.model import Kernel, OpKind, ReduceOp, TensorInfo
-from raycollect.core.operations import PIECES
+from raycollect.core.operations import OF_PIECES, PIECES
 from raycollect.planner.fusion import PACKED_UP_TO_NBYTES
 
 _LEAST_NBYTES = 64 << 10
@@ -43,7 +43,7 @@ def size_of(kind: OpKind, item: Item, count: int) -> int:
     sample = item.sample
     if not isinstance(sample, np.ndarray):
         return -1
-    if kind not in PIECES:
+    if kind not in OF_PIECES:
         return int(sample.nbytes)
     return item.most * int(sample.dtype.itemsize) * count * sum(PIECES[kind])  # twice where both sides are in pieces
 
@@ -66,10 +66,10 @@ def dtype_of(item: Item) -> np.dtype[Any] | None:
 
 def _staged(kind: OpKind, item: Item) -> list[Any]:
     # The sides that take memory: if one side has a piece per rank, the other side is a piece of it.
-    gives, takes = PIECES.get(kind, (False, False))
+    gives, takes = PIECES[kind]
     if gives and takes:
         return [item.src, item.dst]
-    first, second = (item.src, item.dst) if gives or kind not in PIECES else (item.dst, item.src)
+    first, second = (item.src, item.dst) if gives or kind not in OF_PIECES else (item.dst, item.src)
     return [second if first is None else first]
 
 
@@ -183,7 +183,7 @@ def _laid_out(
 
     Kernels may write where they read (`model.Kernel`), so most need no second array.
     """
-    gives, takes = PIECES.get(kind, (False, False))
+    gives, takes = PIECES[kind]
     if gives and takes:
         src, given = rows.add_each(reads)
         dst, taken = rows.add_each(writes)

@@ -68,7 +68,7 @@ class Launches:
             raise GroupBrokenError(group_name="", detail="the participants have no group in common, and no controller")
         self._check()
 
-    def bring(
+    def agree(
         self, arrival: bytes, kernel: Kernel | None = None, expected: Sequence[bytes] | None = None
     ) -> Sequence[bytes]:
         """Sends an arrival to the agreement, and waits for all arrivals; see `Communicator.agree`."""

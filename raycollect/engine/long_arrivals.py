@@ -9,23 +9,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 
-from raycollect.backends.kernels import check_arrival
-from raycollect.core.codec import Codec, Wire
+from raycollect.core.codec import MOST_NBYTES, Codec, Wire
 from raycollect.core.model import Kernel
+from raycollect.core.protocols import ARRIVAL_NBYTES
 from raycollect.errors import ProtocolError
 
-PART_NBYTES = 60 << 10
-"""The longest message; the agreement of each backend carries it."""
-
-MOST_NBYTES = 32 << 20
-"""The longest arrival."""
-
-_MET_NBYTES = 900 << 10  # of the messages of all ranks, which the controller sends on in one frame
+_FRAME_NBYTES = 900 << 10  # of the messages of all ranks, which the controller sends on in one frame
 
 
 def part_nbytes(ranks: int) -> int:
     """The longest message in an agreement of so many ranks."""
-    return min(PART_NBYTES, _MET_NBYTES // ranks)
+    return min(ARRIVAL_NBYTES, _FRAME_NBYTES // ranks)
 
 
 def most_parts(ranks: int) -> int:
@@ -47,24 +41,23 @@ class _Digest(Wire, frozen=True, kw_only=True):
 
 _DIGESTS = Codec[_Digest](_Digest, "digest of an arrival")
 
-Bring = Callable[[bytes, Kernel | None], Sequence[bytes]]
-"""Exchanges one message, as `Launches.bring`."""
+Agree = Callable[[bytes, Kernel | None], Sequence[bytes]]
+"""Exchanges one message, as `Launches.agree`."""
 
 
-def exchange(bring: Bring, arrival: bytes, kernel: Kernel | None = None, *, ranks: int) -> Sequence[bytes]:
+def exchange(agree: Agree, arrival: bytes, kernel: Kernel | None = None, *, ranks: int) -> Sequence[bytes]:
     """Exchanges the arrivals of so many ranks without an earlier run; returns those of all.
 
     Raises:
-        RefusedError: The arrival is too long. Nothing was sent.
+        RefusedError: The kernel can't be prepared. Nothing was sent.
         ProtocolError: Another rank's messages are malformed.
     """
     if len(arrival) <= part_nbytes(ranks):
-        return whole(bring, arrival, bring(arrival, kernel))
-    check_arrival(arrival, MOST_NBYTES)
-    return whole(bring, arrival, bring(_message(arrival, b""), None))
+        return whole(agree, arrival, agree(arrival, kernel))
+    return whole(agree, arrival, agree(_message(arrival, b""), None))
 
 
-def whole(bring: Bring, arrival: bytes, messages: Sequence[bytes]) -> Sequence[bytes]:
+def whole(agree: Agree, arrival: bytes, messages: Sequence[bytes]) -> Sequence[bytes]:
     """Returns the arrivals of all ranks from their first messages; exchanges the parts of long ones.
 
     Raises:
@@ -79,8 +72,8 @@ def whole(bring: Bring, arrival: bytes, messages: Sequence[bytes]) -> Sequence[b
     parts = [bytearray() for _ in messages]
     nbytes = part_nbytes(len(messages))
     for start in range(0, most, nbytes):
-        brought = bring(arrival[start : start + nbytes] or _NO_PART, None)
-        for digest, gathered, part in zip(digests, parts, brought, strict=True):
+        received = agree(arrival[start : start + nbytes] or _NO_PART, None)
+        for digest, gathered, part in zip(digests, parts, received, strict=True):
             if digest is not None and start < digest.nbytes:
                 gathered += part
     arrivals = list[bytes]()

@@ -21,7 +21,7 @@ from raycollect.planner import Program
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
-_PLACES = {
+_POSITIONS = {
     "waiting": run_steps.FOR_AN_OPERAND,
     "prepare": "prepares its operands",
     "check": run_steps.IN_CHECK,
@@ -53,7 +53,7 @@ class Observer:
     def event(self, what: str, detail: str = "") -> None:
         """Notes an event for error reports, and the new position of the run."""
         self.recorder.add(what, self.seq, detail)
-        at = _PLACES.get(what)
+        at = _POSITIONS.get(what)
         if at is not None:
             self.slot.at = at
 
@@ -171,8 +171,10 @@ class Observer:
         return ring.label_of(lambda: _label_of_program(program, label), program, label)
 
     def _number_of_bundle(self, ring: Ring, bundle: PreparedBundle) -> int:
-        # The number of a bundle's label; later runs have the same share and verdicts.
+        # The number of a bundle's label. The ring holds the verdicts of repeated runs only.
         label = self.label
+        if self.prepared is not self.cached:
+            return ring.label(label_of_bundle(bundle, label))
         # Together these determine the label; they refer to no tensor.
         return ring.label_of(lambda: label_of_bundle(bundle, label), bundle.verdicts, bundle.share, label)
 

@@ -13,16 +13,20 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from raycollect.backends import arrays, folds
 from raycollect.core.model import TENSOR, Key, OpKind, ReduceOp, Structure, TensorInfo
 from raycollect.core.operations import PIECES
-from raycollect.engine.agreement import Side, Spec, learn, piece_fault
-from raycollect.errors import Violation
+from raycollect.engine.agreement import Arrival, Side, Spec, encode_arrival, learn, piece_fault
+from raycollect.errors import ProtocolError, Violation
 from raycollect.errors.text import too_large
 from raycollect.planner import Local, Role, Share, TemplateStep
 from raycollect.pos import Container, Range, Store
 from raycollect.pos.extents import Extents
+
+FEWER_TENSORS = "an operand of fewer tensors, or fewer operands in a call"
+"""What is expected instead of descriptions that are too long."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +165,7 @@ class TaskBuffers:
             return True
         if buffer.scratch and buffer.role is Role.LIKE:
             index = buffer.source
-        gives, takes = PIECES.get(self._kind, _WHOLE)
+        gives, takes = PIECES[self._kind]
         if index == template.src and gives:
             return True
         return takes and (index == template.dst or buffer.scratch)
@@ -261,7 +265,7 @@ class TaskBuffers:
                 self.violate("alias", "operand", "overlapping another tensor of the plan", "separate memory", both)
                 return
         if (
-            all(PIECES.get(self._kind, _WHOLE))
+            all(PIECES[self._kind])
             and in_place
             and any(
                 arrays.place(a)[:4] != arrays.place(b)[:4]
@@ -277,7 +281,7 @@ class TaskBuffers:
         src, dst = leaves.get(template.src), leaves.get(template.dst)
         if src is None or dst is None:
             return False
-        gives, takes = PIECES.get(self._kind, (False, False))
+        gives, takes = PIECES[self._kind]
         me = self.share.ranks.index(self.share.rank)
         if gives and takes:
             return src == dst
@@ -298,6 +302,18 @@ class TaskBuffers:
         ref, rank = "" if key is None else key.hex(), self.share.rank
         self.violations.append(Violation(kind=kind, rank=rank, field=name, found=actual, expected=expected, ref=ref))
 
+    def arrival(self, *, describes: bool = True) -> bytes:
+        """Encodes the task's arrival; a description that is too long becomes a violation. `describes`: with tensors."""
+        spec = self.spec()
+        try:
+            return _encoded(spec if describes else replace(spec, gives=None, takes=None), self.violations)
+        except ProtocolError as exc:
+            if not describes:
+                raise
+            index = self._template.src if spec.gives else self._template.dst
+            self.violate("unsupported", "operand", exc.detail, FEWER_TENSORS, index)
+            return self.arrival(describes=False)
+
     def spec(self) -> Spec:
         """Describes the task for the agreement."""
         share, template = self.share, self._template
@@ -309,6 +325,7 @@ class TaskBuffers:
             root=share.root,
             gives=gives.side if gives else None,
             takes=takes.side if takes else None,
+            one_device=not share.domain.memory,
         )
 
     def _described(self, index: int) -> Bound | None:
@@ -319,7 +336,7 @@ class TaskBuffers:
         cached = self._pairs.get(id(step))
         if cached is not None:
             return cached
-        gives, takes = PIECES.get(step.kind, _WHOLE) if isinstance(step.kind, OpKind) else _WHOLE
+        gives, takes = PIECES[step.kind] if isinstance(step.kind, OpKind) else (False, False)
         reads = self._filled(step.src, step.src_piece, gives)
         writes = self._filled(step.dst, step.dst_piece, takes)
         if reads and writes and len(reads) != len(writes):
@@ -345,7 +362,19 @@ class TaskBuffers:
         return bound.leaves if bound else ()
 
 
-_WHOLE = (False, False)
+_CACHED_TENSORS = 256
+
+
+def _encoded(spec: Spec, violations: Sequence[Violation]) -> bytes:
+    if violations:
+        return encode_arrival(Arrival(spec=spec, violations=tuple(violations)))
+    count = sum(len(side.tensors) for side in (spec.gives, spec.takes) if side is not None)
+    return _cached_arrival(spec) if count <= _CACHED_TENSORS else encode_arrival(Arrival(spec=spec))
+
+
+@lru_cache(maxsize=256)
+def _cached_arrival(spec: Spec) -> bytes:
+    return encode_arrival(Arrival(spec=spec))
 
 
 @lru_cache(maxsize=256)

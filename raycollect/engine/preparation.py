@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 from msgspec.structs import replace
@@ -20,11 +19,9 @@ from raycollect.core.operations import PIECES
 from raycollect.engine import long_arrivals
 from raycollect.engine.agreement import (
     Agreement,
-    Arrival,
     Side,
     Spec,
     Verdict,
-    encode_arrival,
     encode_arrivals,
     is_batch,
 )
@@ -32,14 +29,14 @@ from raycollect.engine.device_staging import CUDA, StagingBuffers
 from raycollect.engine.fusion_buffer import FusionBuffer, Item, room, size_of
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.missing_operand import MissingOperand
-from raycollect.engine.operands import TaskBuffers
-from raycollect.engine.prepared import Count, Prepared, places_of
+from raycollect.engine.operands import FEWER_TENSORS, TaskBuffers
+from raycollect.engine.prepared import Count, Prepared, operand_places
 from raycollect.engine.progress import nbytes_of_bundle
 from raycollect.engine.reshard_operands import ReshardBuffers
 from raycollect.engine.run_cache import single
 from raycollect.engine.schedule import Scheduler
 from raycollect.engine.steps import PreparedBundle
-from raycollect.errors import KernelError, RaycollectError, Violation
+from raycollect.errors import KernelError, ProtocolError, RaycollectError, Violation
 from raycollect.errors.text import too_large
 from raycollect.planner import Domain, Program, Role
 from raycollect.planner.fusion import coalesced
@@ -100,7 +97,6 @@ class Preparation:
     def refuse(self, violations: Sequence[Violation]) -> None:
         """Adds violations that are not of operands, for the agreement."""
         rank = self.program.shares[self.program.tasks[0].share].rank
-        self.first = None
         self.tasks[0].violations += [dataclasses.replace(v, rank=rank) if v.rank < 0 else v for v in violations]
 
     def go_on(self, round_index: int, verdicts: Mapping[int, Verdict]) -> None:
@@ -151,7 +147,7 @@ class Preparation:
         if len(operands) < len(self._operands) or not self._is_repeatable or (is_call and single(operands) is None):
             return ()
         try:
-            return places_of(operands)
+            return operand_places(operands)
         except TypeError:  # a tensor has no memory any more, which becomes a violation
             return ()
 
@@ -192,22 +188,26 @@ class Preparation:
         # In the order of calls, not of rounds.
         return Extents(*(span for other, spans in self._whole.items() if other < at for span in spans))
 
-    def bring(self, round_index: int) -> bytes:
-        """Returns the arrival of this participant for a round."""
-        self.arrival = self._encoded(round_index)
-        if self.has_violations and len(self.arrival) > long_arrivals.MOST_NBYTES:  # perhaps the reason of the refusal
+    def arrival_for(self, round_index: int) -> bytes:
+        """Returns the arrival of this participant for a round; descriptions that are too long become violations."""
+        try:
+            self.arrival = self._encoded(round_index)
+        except ProtocolError as exc:  # all tasks together
+            self.refuse([Violation(kind="unsupported", field="operand", found=exc.detail, expected=FEWER_TENSORS)])
             self.arrival = self._encoded(round_index, describes=False)
+        if self.has_violations:
+            self.first = None
         return self.arrival
 
     def _encoded(self, round_index: int, *, describes: bool = True) -> bytes:
-        brought = {
-            task.request: _arrival(operands, describes=describes)
+        arrivals = {
+            task.request: operands.arrival(describes=describes)
             for task, operands in zip(self.program.tasks, self.tasks, strict=True)
             if task.round == round_index
             or (task.round == round_index - 1 and operands.share.template.is_learned)
             or operands.violations  # noted between the rounds
         }
-        return encode_arrivals(brought, conflict=self._conflict())
+        return encode_arrivals(arrivals, conflict=self._conflict())
 
     def _conflict(self) -> bool:
         """Whether keys that the plan assumes to be separate overlap in memory, and their tasks could be reordered."""
@@ -375,29 +375,6 @@ def _fit(operands: TaskBuffers, src: Any, dst: Any) -> bool:
     return len(sizes) <= 1 and len({arrays.info(array).dtype for side in sides for array in side}) <= 1
 
 
-def _arrival(operands: TaskBuffers, *, describes: bool) -> bytes:
-    spec = operands.spec()
-    if not describes:
-        spec = replace(spec, gives=None, takes=None)
-    if not operands.share.domain.memory:
-        spec = replace(spec, one_device=True)
-    if operands.violations:
-        return encode_arrival(Arrival(spec=spec, violations=tuple(operands.violations)))
-    sides = (spec.gives, spec.takes)
-    is_short = sum(len(side.tensors) for side in sides if side is not None) <= _CACHED_TENSORS
-    return _cached_arrival(spec) if is_short else _encoded(spec)
-
-
-_CACHED_TENSORS = 256
-
-
-def _encoded(spec: Spec) -> bytes:
-    return encode_arrival(Arrival(spec=spec))
-
-
-_cached_arrival = lru_cache(maxsize=256)(_encoded)
-
-
 def _no_memory(exc: BaseException, expected: str) -> Violation:
     return Violation(kind="allocation", rank=-1, field="staging", found=too_large(exc), expected=expected)
 
@@ -417,7 +394,7 @@ def _learn(operands: TaskBuffers, specs: Sequence[Spec]) -> None:
     # Learned outputs are on the devices of this rank's inputs, if it has any.
     mine = operands.spec().gives
     try:
-        operands.learn([_brought_to(spec, mine) for spec in specs] if mine is not None else specs)
+        operands.learn([_on_devices_of(spec, mine) for spec in specs] if mine is not None else specs)
     except RaycollectError:
         raise
     except Exception as exc:  # noqa: BLE001 - from the library that makes the tensor, as for a missing device
@@ -426,12 +403,12 @@ def _learn(operands: TaskBuffers, specs: Sequence[Spec]) -> None:
         operands.violate("allocation", "output", too_large(exc), expected, index)
 
 
-def _brought_to(spec: Spec, mine: Side) -> Spec:
+def _on_devices_of(spec: Spec, mine: Side) -> Spec:
     # The spec with each tensor on the device of this rank's tensor at the same position.
     gives = spec.gives
     if gives is None or len({info.device for side in (gives, mine) for info in side.tensors}) < 2:
         return spec
-    pieces = len(mine.structure.items) if PIECES.get(OpKind(spec.op), (False, False))[0] else 1
+    pieces = len(mine.structure.items) if PIECES[OpKind(spec.op)][0] else 1
     row = mine.tensors[: len(mine.tensors) // pieces]
     infos = tuple([info.beside(row[at % len(row)]) for at, info in enumerate(gives.tensors)])
     return replace(spec, gives=replace(gives, tensors=infos))

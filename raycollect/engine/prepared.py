@@ -29,7 +29,7 @@ class Prepared:
     """
 
     program: Program
-    places: tuple[Any, ...]  # `places_of` the operands; empty: a second run needs its own preparation
+    places: tuple[Any, ...]  # `operand_places`; empty: a second run needs its own preparation
     ranges: Sequence[Range]  # addresses of all tensors
     arrival: bytes  # of this participant, and its message in a repeated run
     message: bytes
@@ -57,7 +57,7 @@ class Prepared:
         return not (store.dirty and store.is_dirty(self.ranges))
 
 
-def places_of(containers: Sequence[Container]) -> tuple[Any, ...]:
+def operand_places(containers: Sequence[Container]) -> tuple[Any, ...]:
     """The addresses and layouts of all tensors; raises TypeError if a tensor has no memory any more."""
     places: list[Any] = []
     for container in containers:

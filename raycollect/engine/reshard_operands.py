@@ -18,7 +18,7 @@ from raycollect.engine.operands import Bound, TaskBuffers
 from raycollect.engine.packed_boxes import PackedBoxes, unfold
 from raycollect.planner import Local, TemplateStep
 from raycollect.planner.reshard.halves import Half, decode_half
-from raycollect.planner.reshard.request import Fault, LocalTensor, faults_of, made_of, places_of
+from raycollect.planner.reshard.request import Fault, LocalTensor, faults_of, made_of, tensor_indices
 from raycollect.pos import Container, Range
 
 
@@ -72,9 +72,9 @@ class ReshardBuffers(TaskBuffers):
 
     def _are_whole(self, bound: Bound) -> list[bool]:
         """For each tensor of a target, whether its regions cover the whole tensor."""
-        places = places_of(bound.container.structure, self._half.dst)
-        whole = {place for place, tensor in zip(places, self._half.dst, strict=True) if tensor.is_whole}
-        return [place in whole for place in range(len(bound.arrays))]
+        indices = tensor_indices(bound.container.structure, self._half.dst)
+        whole = {index for index, tensor in zip(indices, self._half.dst, strict=True) if tensor.is_whole}
+        return [index in whole for index in range(len(bound.arrays))]
 
     def _touched(self) -> tuple[set[int], set[int]]:
         read, written = super()._touched()
@@ -152,8 +152,8 @@ class ReshardBuffers(TaskBuffers):
     def _gaps(self, bound: Bound, *, is_dst: bool) -> Iterator[Fault]:
         """Tensors whose memory has no view with the dimensions of the global tensor."""
         tensors = self._half.dst if is_dst else self._half.src
-        for place, tensor in zip(places_of(bound.container.structure, tensors), tensors, strict=True):
-            array = bound.arrays[place]
+        for at, tensor in zip(tensor_indices(bound.container.structure, tensors), tensors, strict=True):
+            array = bound.arrays[at]
             if type(array) is DeviceArray:  # its staging buffer has no gaps
                 continue
             if tensor.axes and array.size and not np.may_share_memory(unfold(array, tensor.axes), array):
@@ -188,6 +188,6 @@ class ReshardBuffers(TaskBuffers):
     def _unfolded(self, index: int, tensors: tuple[LocalTensor, ...]) -> list[Array]:
         bound = self.buffers[index]
         assert bound is not None  # all have agreed
-        places = places_of(bound.container.structure, tensors)
+        indices = tensor_indices(bound.container.structure, tensors)
         held = self._staged.get(index, bound.arrays)
-        return [unfold(held[place], tensor.axes) for place, tensor in zip(places, tensors, strict=True)]
+        return [unfold(held[at], tensor.axes) for at, tensor in zip(indices, tensors, strict=True)]

@@ -200,12 +200,12 @@ class Run(Launches):
 
     def _prepare(self, operands: Operands) -> Preparation:
         self.observer.event("prepare")
-        preparation = self._look_at(operands)
+        preparation = self._new_preparation(operands)
         if self.program.rounds == 1:
             self._complete(preparation)
         return preparation
 
-    def _look_at(self, operands: Operands) -> Preparation:
+    def _new_preparation(self, operands: Operands) -> Preparation:
         home = partial(_home_of, self.communicators)  # a method would be a reference cycle, which keeps tensors alive
         return Preparation(self.program, operands, self.keys, self.instruments, home, is_call=self.is_call)
 
@@ -235,14 +235,14 @@ class Run(Launches):
         blobs: Sequence[bytes] | None = None
         if cached is not None:
             try:
-                messages = self.bring(cached.message, cached.first, cached.messages)
+                messages = self.agree(cached.message, cached.first, cached.messages)
             except RefusedError as exc:
-                preparation = self._look_at(operands)
+                preparation = self._new_preparation(operands)
                 preparation.refuse(exc.violations)
             else:
                 if messages is cached.messages:
                     return cached
-                blobs = whole(self.bring, cached.arrival, messages)
+                blobs = whole(self.agree, cached.arrival, messages)
         agreement = Agreement(self.program)
         if blobs is None:
             assert preparation is not None  # nothing was cached
@@ -251,7 +251,7 @@ class Run(Launches):
             assert cached is not None
             self._judge(agreement, blobs)
             observer.prepared = cached  # the other ranks may wait for this rank in their kernels
-            preparation = self._look_at(operands)
+            preparation = self._new_preparation(operands)
             preparation.check_unchanged(cached)
         prepared = preparation.prepared(agreement, blobs)
         observer.event("agreed")
@@ -269,10 +269,10 @@ class Run(Launches):
                     self._complete(preparation)
                 self.observer.event("check")
             try:
-                blobs = exchange(self.bring, preparation.bring(round_index), preparation.first, ranks=ranks)
+                blobs = exchange(self.agree, preparation.arrival_for(round_index), preparation.first, ranks=ranks)
             except RefusedError as exc:  # the arrival was not sent: the violations are sent instead
                 preparation.refuse(exc.violations)
-                blobs = exchange(self.bring, preparation.bring(round_index), ranks=ranks)
+                blobs = exchange(self.agree, preparation.arrival_for(round_index), ranks=ranks)
             self._judge(agreement, blobs)
         return blobs
 
@@ -354,7 +354,7 @@ class Run(Launches):
             # After a failure a slow rank may still write in the fusion buffer.
             if self._buffer is not None and (is_ok or not self.packs):
                 self._buffer.give()
-        return self.program.places_of(ranks) if ranks and not self._number and self.succeeded is None else ()
+        return self.program.positions_of(ranks) if ranks and not self._number and self.succeeded is None else ()
 
     def _count_failure(self) -> None:
         # Counts for the current bundle, or the first one.

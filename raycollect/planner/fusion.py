@@ -10,17 +10,15 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from raycollect.core.model import OpKind
-from raycollect.core.operations import PARTIAL_FOLDS, PIECES
+from raycollect.core.operations import OF_PIECES, PARTIAL_FOLDS
+from raycollect.core.protocols import SMALL_KERNEL_NBYTES
 
 PACKED_UP_TO_NBYTES = 128 << 10
 """The largest tensor (all its pieces together) that is packed: copying it in and out takes about as long as the start
 of a kernel, some 20 us within a machine. Above that, two more copies cost more than they save."""
 
-TOGETHER_FROM_NBYTES = 32 << 10
-"""The smallest tensor that is launched together with others: below it, packing is cheaper."""
-
 TOGETHER_IN_ALL_NBYTES = 1 << 20
-"""The smallest sum of smaller tensors that are launched together: below it, packing is cheaper."""
+"""The smallest sum of small tensors that are launched together: below it, packing is cheaper."""
 
 _NONE: list[int] = []
 
@@ -33,10 +31,10 @@ def coalesced(kind: OpKind, sizes: Sequence[int], *, coalesces: bool) -> list[li
         sizes: For each tensor the staging bytes that it takes; -1: it can't be packed.
         coalesces: Whether the backend runs several kernels with fewer synchronizations.
     """
-    if not coalesces or kind in PIECES or kind in PARTIAL_FOLDS:
+    if not coalesces or kind in OF_PIECES or kind in PARTIAL_FOLDS:
         return []
-    large = [at for at, nbytes in enumerate(sizes) if nbytes >= TOGETHER_FROM_NBYTES]
-    small = [at for at, nbytes in enumerate(sizes) if 0 <= nbytes < TOGETHER_FROM_NBYTES]
+    large = [at for at, nbytes in enumerate(sizes) if nbytes >= SMALL_KERNEL_NBYTES]
+    small = [at for at, nbytes in enumerate(sizes) if 0 <= nbytes < SMALL_KERNEL_NBYTES]
     groups = [large] if len(large) > 1 else []
     return [*groups, small] if sum(sizes[at] for at in small) >= TOGETHER_IN_ALL_NBYTES else groups
 

@@ -129,8 +129,8 @@ class Program(Wire, frozen=True, kw_only=True, dict=True):
         """Whether it makes any output."""
         return any(self.shares[task.share].template.makes for task in self.tasks)
 
-    def places_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """The places of ranks that have ended the launch of the agreement; empty if others may have more to do."""
+    def positions_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The positions of ranks that have ended the launch of the agreement; empty if others may have more to do."""
         return () if self.everyone else tuple(map(self.agreement.ranks.index, ranks))
 
 

@@ -142,7 +142,7 @@ def nbytes_of(infos: Infos) -> int:
 
 
 def _pieces_of(part: Part) -> tuple[bool, bool]:
-    return PIECES.get(part.request.kind, (False, False))
+    return PIECES[part.request.kind]
 
 
 def _piece(part: Part, held: Infos, rank: int) -> Infos:

@@ -19,7 +19,7 @@ from raycollect.core.model import TensorInfo
 from raycollect.engine.device_staging import CPU, Patience, transfer
 from raycollect.engine.packed_boxes import unfold
 from raycollect.errors import Violation, refusal, wrong_layout
-from raycollect.planner.reshard.request import faults_of, local_tensors, places_of
+from raycollect.planner.reshard.request import faults_of, local_tensors, tensor_indices
 from raycollect.pos import Container, Range, Store
 from raycollect.pos.tensors import allocate
 from raycollect.weights.atoms import AtomPart, Layouts
@@ -61,7 +61,7 @@ class LocalSide:
         faults = faults_of(container.structure, infos, self._tensors)
         violations = [wrong_layout(*fault, rank) for fault in faults]
         if not faults:
-            self._places = places_of(container.structure, self._tensors)
+            self._places = tensor_indices(container.structure, self._tensors)
             self._devices = [infos[place].device for place in self._places]
             violations += self._unfit()
         if violations:

@@ -26,6 +26,7 @@ import ray
 from raycollect import backends
 from raycollect.core.model import task_key
 from raycollect.driver.controller import Controller
+from raycollect.engine.weighted_cache import WeightedCache
 from raycollect.member.participant import this_participant
 from raycollect.member.wait_monitor import _Wait
 from raycollect.pos import fetch
@@ -109,6 +110,8 @@ def give_back() -> None:
     for one in (*itertools.chain(*ours), *within):
         if type(one) is _Cache and (one.cache_parameters()["maxsize"] or 0) > 1:
             one.cache_clear()
+        if type(one) is WeightedCache:
+            one.clear()
     fetch.close_idle()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

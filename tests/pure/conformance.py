@@ -22,7 +22,7 @@ from raycollect import backends
 from raycollect.backends import arrays
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.operations import ALL_KERNELS, FOLDS, OPERATIONS, PARTIAL_FOLDS, USUAL
-from raycollect.core.protocols import Communicator
+from raycollect.core.protocols import ARRIVAL_NBYTES, Communicator
 from raycollect.pos import tensors
 from tests.pure.communicators import Team
 from tests.pure.operands import LOCK, NARROW, left_fold, operand
@@ -458,7 +458,12 @@ assert {np.dtype(getattr(ml_dtypes, name)) for name in NARROW} <= arrays.NARROW
 
 
 def body_arrive(communicator: Communicator, launch: Launch) -> list[bytes]:
-    return run_launch(communicator, launch, arrival=bytes([communicator.rank]) * (communicator.rank * 1000))
+    return run_launch(communicator, launch, arrival=arrival_of(communicator.rank, communicator.world_size))
+
+
+def arrival_of(rank: int, world: int) -> bytes:
+    """Arrivals of all lengths: none, and the longest."""
+    return bytes([rank]) * (ARRIVAL_NBYTES if rank == world - 1 else rank * 1000)
 
 
 def body_peak(communicator: Communicator, launch: Launch, kind: OpKind, nbytes: int, has_gaps: bool) -> int:

@@ -28,8 +28,8 @@ from raycollect.backends.shm.staged import StagedKernels, slots_nbytes
 from raycollect.core.boxes import BoxExchange
 from raycollect.core.kernel_progress import here
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind
-from raycollect.core.operations import PARTIAL_FOLDS, PIECES
-from raycollect.core.protocols import Communicator, Joining, SegmentSource
+from raycollect.core.operations import OF_PIECES, PARTIAL_FOLDS
+from raycollect.core.protocols import SMALL_KERNEL_NBYTES, Communicator, Joining, SegmentSource
 from raycollect.errors import GroupBrokenError
 
 
@@ -51,9 +51,6 @@ def create(joining: Joining) -> Communicator:
     else:
         segment = client_segment(spec, rank, rendezvous, nbytes)
     return ShmCommunicator(spec, rank, segment, joining.segments)
-
-
-_SMALL_NBYTES = 32 << 10  # Kernels that run together are all on smaller arrays, or none is
 
 
 class _Parts(NamedTuple):
@@ -116,7 +113,7 @@ class ShmCommunicator:
 
     def _stage(self, parts: _Parts, launch: Launch, kernel: Kernel) -> None:
         with translated(kernel.kind, self._group_name, self.rank, folds=False):
-            may_be_direct = kernel.kind in PIECES or _is_for_direct(kernel)
+            may_be_direct = kernel.kind in OF_PIECES or _is_for_direct(kernel)
             is_direct = may_be_direct and parts.direct.can_give(kernel)
             if not is_direct:
                 parts.staged.stage(launch, kernel)
@@ -147,7 +144,7 @@ class ShmCommunicator:
         # Each listing has room for `TOGETHER` kernels, which run in place with common barriers, or are staged as one.
         meeting, staged, direct, _ = parts
         kind, most = kernels[0].kind, TOGETHER if kernels[0].kind in ALIKE else 1
-        if kind in ALIKE and len(kernels) > TOGETHER and _nbytes(kernels[0]) < _SMALL_NBYTES:
+        if kind in ALIKE and len(kernels) > TOGETHER and _nbytes(kernels[0]) < SMALL_KERNEL_NBYTES:
             most = len(kernels)  # staged as one: listing them all would take longer
         for start in range(0, len(kernels), most):
             some, until_s = kernels[start : start + most], time.monotonic() + launch.timeout_s
@@ -254,4 +251,4 @@ def _nbytes(kernel: Kernel) -> int:
     sample = kernel.sample
     if sample is None:
         return 0
-    return int(kernel.most * sample.dtype.itemsize if kernel.kind in PIECES else sample.nbytes)
+    return int(kernel.most * sample.dtype.itemsize if kernel.kind in OF_PIECES else sample.nbytes)

@@ -41,10 +41,10 @@ from raycollect.backends import kernels
 from raycollect.backends.kernels import check_arrival, late
 from raycollect.core.cpu_affinity import YIELD_S, Seeker
 from raycollect.core.model import Launch
+from raycollect.core.protocols import ARRIVAL_NBYTES
 from raycollect.core.semaphores import SEM_NBYTES, semaphores
 from raycollect.errors import InternalError, PlanAbortedError
 
-ARRIVAL_NBYTES = 64 * 1024  # The longest arrival
 _PHASE_BITS = 24
 CLOSED = (1 << _PHASE_BITS) - 1
 _SEQ_LIMIT = 1 << (63 - _PHASE_BITS)
@@ -133,7 +133,7 @@ class Meeting:
         # Two areas alternate: no rank enters agreement k+1 of a launch before it has read agreement k.
         parity = self._agreed % _PARITIES
         if arrival != self._brought[parity]:
-            check_arrival(arrival, ARRIVAL_NBYTES, self._group_name, self.rank)
+            check_arrival(arrival, self._group_name, self.rank)
             self._brought[parity] = None  # an interrupt may leave a half-written arrival
             mine = self._area(self.rank, parity)
             self._arrivals[mine : mine + len(arrival)] = arrival

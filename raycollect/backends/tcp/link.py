@@ -19,7 +19,6 @@ from raycollect.backends.tcp.peer import (
     AHEAD,
     ARRIVAL,
     DATA,
-    FRAME_NBYTES,
     HERE,
     FrameBatch,
     PeerConnection,
@@ -30,7 +29,6 @@ from raycollect.core.cpu_affinity import YIELD_S, Seeker, current_core
 from raycollect.core.model import Launch
 from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, InternalError, PlanAbortedError
 
-ARRIVAL_NBYTES = FRAME_NBYTES  # The longest arrival
 FAREWELL_S = 0.05  # How long a rank that leaves a launch tries to notify peers whose socket is full
 # How long to keep the connection to a rank whose process has ended: its last data may still be in transit. The
 # connection ends by itself, except if the host has died.
@@ -71,7 +69,7 @@ class TcpMesh:
 
         `ahead` calls `send` and `receive` with `ahead`: these frames travel with the arrivals.
         """
-        check_arrival(arrival, ARRIVAL_NBYTES, self._group_name, self.rank)
+        check_arrival(arrival, self._group_name, self.rank)
         self.begin(launch)
         again, step = self._agreement, self._step
         self._agreement = step

@@ -7,6 +7,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from raycollect.channel.messages.base import Error, Message
+from raycollect.core.codec import MOST_NBYTES
 
 
 class Fetch(Message, frozen=True, kw_only=True):
@@ -34,10 +35,6 @@ class Read(Message, frozen=True, kw_only=True):
     key: bytes
 
 
-MOST_DESCRIBED_NBYTES = 64 << 20
-"""The longest description of a value, in bytes."""
-
-
 class Fetched(Message, frozen=True, kw_only=True):
     """Describes the value, as msgpack in `description`; `blob_nbytes` bytes follow the frame.
 
@@ -46,7 +43,7 @@ class Fetched(Message, frozen=True, kw_only=True):
     """
 
     blob_nbytes: Annotated[int, Meta(ge=0)] = 0
-    described_nbytes: Annotated[int, Meta(ge=0, le=MOST_DESCRIBED_NBYTES)] = 0
+    described_nbytes: Annotated[int, Meta(ge=0, le=MOST_NBYTES)] = 0
     description: bytes
 
 

@@ -202,9 +202,9 @@ def made_of(tensors: Sequence[LocalTensor], library: str = "numpy") -> tuple[Str
     return (TENSOR if names == ("",) else Structure("dict", names, (TENSOR,) * len(names))), infos
 
 
-def places_of(structure: Structure, tensors: tuple[LocalTensor, ...]) -> tuple[int, ...]:
-    """For each local tensor its place among the tensors of a value that has no faults."""
+def tensor_indices(structure: Structure, tensors: tuple[LocalTensor, ...]) -> tuple[int, ...]:
+    """For each local tensor its index among the tensors of a value that has no faults."""
     if structure.kind == "tensor":
         return (0,)
-    at = {name: place for place, name in enumerate(structure.names)}
+    at = {name: index for index, name in enumerate(structure.names)}
     return tuple(at[tensor.key] for tensor in tensors)

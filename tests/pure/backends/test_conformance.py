@@ -20,7 +20,7 @@ import pytest
 from raycollect import backends
 from raycollect.backends import folds
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
-from raycollect.core.protocols import Communicator, Joining
+from raycollect.core.protocols import ARRIVAL_NBYTES, Communicator, Joining
 from raycollect.errors import CollectiveTimeoutError, PlanAbortedError, UnsupportedError
 from tests.pure.communicators import (
     MemoryExchange,
@@ -44,6 +44,7 @@ from tests.pure.conformance import (
     WORLDS,
     Case,
     allowed,
+    arrival_of,
     bits,
     body_arrive,
     body_sum_of_ones,
@@ -286,7 +287,20 @@ def test_everyone_gets_all_arrivals_in_rank_order(team_of: TeamOf) -> None:
     for world in WORLDS:
         team = team_of(world)
         for arrivals in team.must(body_arrive, team.launch()):
-            assert [bytes(arrival) for arrival in arrivals] == [bytes([rank]) * (rank * 1000) for rank in team.everyone]
+            assert [bytes(arrival) for arrival in arrivals] == [arrival_of(rank, world) for rank in team.everyone]
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_too_long_an_arrival_is_refused_before_it_is_sent(backend: str) -> None:
+    team = ThreadTeam(backend, 1)
+    (communicator,), launch = team.communicators, team.launch()
+    with pytest.raises(UnsupportedError) as caught:
+        communicator.agree(launch, bytes(ARRIVAL_NBYTES + 1))
+    (violation,) = caught.value.violations
+    assert (violation.kind, violation.rank, violation.field) == ("unsupported", 0, "operand")
+    assert [*communicator.agree(launch, b"shorter")] == [b"shorter"]
+    communicator.end(launch, True)
+    team.close()
 
 
 @pytest.mark.parametrize("staged", [False, True])

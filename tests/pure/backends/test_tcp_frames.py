@@ -15,6 +15,7 @@ from raycollect.backends.tcp import link as _tcp_link
 from raycollect.backends.tcp.link import TcpMesh
 from raycollect.backends.tcp.peer import ARRIVAL, DATA, FRAME_NBYTES, LEFT, FrameBatch
 from raycollect.core.model import Launch
+from raycollect.core.protocols import ARRIVAL_NBYTES
 from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, PlanAbortedError
 from tests.pure.backends.tcp_teams import team
 
@@ -106,7 +107,7 @@ def test_a_rank_that_nobody_reads_from_keeps_no_heap_of_frames(line: tuple[TcpMe
     link, other = line
     for seq in range(1, 30):
         with pytest.raises(CollectiveTimeoutError):
-            link.agree(launch_of(seq, timeout_s=0.0), b"a" * 100_000)
+            link.agree(launch_of(seq, timeout_s=0.0), b"a" * ARRIVAL_NBYTES)
         link.end(launch_of(seq), False)
     assert len(link._peers[1]._out) <= 2  # one that was begun, and the newest farewell
     other.sendall(frame(30, ARRIVAL, 1, b"back"))

@@ -6,9 +6,11 @@ import collections.abc
 import dataclasses
 import enum
 import importlib
+import random
 import re
 import types
 import typing
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -23,7 +25,7 @@ from hypothesis import strategies as st
 import raycollect
 from raycollect.channel import messages
 from raycollect.channel.messages import MESSAGES, Done, Joined, Message
-from raycollect.core.codec import Codec, Wire
+from raycollect.core.codec import MOST_NBYTES, Codec, Wire
 from raycollect.core.model import TENSOR, GroupSpec, Structure, TensorInfo
 from raycollect.core.operations import OPS
 from raycollect.core.placement import Placement
@@ -314,9 +316,21 @@ def test_what_is_long_is_compressed_and_bounded() -> None:
     packed = codec.encode(bytes(1 << 20))
     assert len(packed) < 10_000
     assert codec.decode(packed) == bytes(1 << 20)
-    bomb = codec.encode(bytes(65 << 20))
-    with pytest.raises(ProtocolError, match="more than"):
+    header = 5  # of so many bytes
+    assert codec.decode(codec.encode(bytes(MOST_NBYTES - header))) == bytes(MOST_NBYTES - header)
+    with pytest.raises(ProtocolError):
+        codec.encode(bytes(MOST_NBYTES))
+    bomb = b"\xc1" + zlib.compress(bytes(MOST_NBYTES + 1))
+    with pytest.raises(ProtocolError):
         codec.decode(bomb)
+
+
+def test_what_does_not_compress_is_sent_as_it_is() -> None:
+    codec = Codec[bytes](bytes, "thing", long_nbytes=100)
+    value = random.Random(1).randbytes(10_000)
+    packed = codec.encode(value)
+    assert len(packed) < len(value) + 5
+    assert codec.decode(packed) == value
 
 
 @pytest.mark.parametrize("version", [0, 2, 0xDC])

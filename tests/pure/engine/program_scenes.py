@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from raycollect.backends import arrays, folds
 from raycollect.core.model import OpKind, ReduceOp
-from raycollect.core.operations import PIECES
+from raycollect.core.operations import OF_PIECES, PIECES
 from tests.pure.fleet import Fleet, contain
 from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, gives_of, meaning, takers, takes_in_place
 from tests.pure.planner.requests import COLLECTIVE_SUBSTITUTES
@@ -122,7 +122,7 @@ def scenes(draw: st.DrawFn, kinds: Sequence[OpKind] = KINDS) -> Scene:
     dtype = draw(st.sampled_from(DTYPES))
     ops = [op for op in _ops(dtype) if form == "tensor" or op in _ops("float64")]
     outputs, layout = draw(st.sampled_from(["made", "given", "contiguous", "in place"])), "plain"
-    if outputs == "contiguous" and (form != "tensor" or kind not in PIECES):
+    if outputs == "contiguous" and (form != "tensor" or kind not in OF_PIECES):
         outputs = "given"
     if outputs in ("made", "given"):
         layout = draw(st.sampled_from(sorted(LAYOUTS)))
@@ -187,7 +187,7 @@ class Stage:
 
 def _put_in_place(kind: OpKind, gives: list[Any], takes: dict[int, Any]) -> None:
     """Makes each rank's own piece one memory at both ends."""
-    in_pieces, out_pieces = PIECES.get(kind, (False, False))
+    in_pieces, out_pieces = PIECES[kind]
     for rank, take in takes.items():
         if in_pieces and out_pieces:
             takes[rank] = gives[rank]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raycollect.core.codec import MOST_NBYTES
 from raycollect.core.model import TENSOR, OpKind, Structure, TensorInfo
 from raycollect.engine.agreement import Arrival, Side, Spec, decide, decode_arrival, encode_arrival, judge
 from raycollect.errors import REFUSALS, ProtocolError, Violation
@@ -244,8 +245,18 @@ def test_thousands_of_tensors_fit_where_ranks_meet(count: int) -> None:
     assert decode_arrival(blob) == arrival
 
 
+def test_changing_descriptions_of_many_tensors_are_not_kept() -> None:
+    """A verdict is the same object as long as it is cached."""
+    first, *others = [(encode_arrival(_model(4000 + change)),) for change in range(20)]
+    verdict = judge((0,), first)
+    assert judge((0,), first) is verdict
+    for blobs in others:
+        judge((0,), blobs)
+    assert judge((0,), first) is not verdict
+
+
 def test_what_unpacks_to_too_much_is_a_protocol_error() -> None:
-    bomb = b"\xc1" + zlib.compress(bytes(65 << 20))
+    bomb = b"\xc1" + zlib.compress(bytes(MOST_NBYTES + 1))
     assert len(bomb) < 100_000
     for blob in (bomb, b"\xc1", b"\xc1junk", b"\xc1" + zlib.compress(b"junk"), encode_arrival(_model(500))[:-9]):
         with pytest.raises(ProtocolError):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect.core.model import TENSOR, OpKind, Structure, TensorInfo
-from raycollect.core.operations import PIECES
+from raycollect.core.operations import OF_PIECES, PIECES
 from raycollect.engine.agreement import Arrival, Side, Spec, decide, encode_arrival, judge
 from raycollect.errors import ProtocolError, Violation
 from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, gives_of, takers
@@ -193,7 +193,7 @@ _Part = tuple[int, str]
 
 def _flow(kind: OpKind, specs: Sequence[Spec], rank: int, side: str, piece: int) -> set[_Part]:
     """All parts that must be like this one."""
-    in_pieces, out_pieces = PIECES.get(kind, (False, False))
+    in_pieces, out_pieces = PIECES[kind]
     givers = {r for r, spec in enumerate(specs) if spec.gives}
     takers = {r for r, spec in enumerate(specs) if spec.takes}
     if not in_pieces and not out_pieces:
@@ -216,7 +216,7 @@ def test_any_single_change_names_that_piece_or_its_other_end(
     there = [(rank, side) for rank, spec in enumerate(specs) for side in ("gives", "takes") if getattr(spec, side)]
     rank, side = data.draw(st.sampled_from(there))
     value: Side = getattr(specs[rank], side)
-    in_pieces = PIECES.get(kind, (False, False))[side == "takes"]
+    in_pieces = PIECES[kind][side == "takes"]
     piece = data.draw(st.integers(0, len(specs) - 1)) if in_pieces else 0
     flow = _flow(kind, specs, rank, side, piece)
     if change == "structure":
@@ -246,7 +246,7 @@ def test_any_single_change_names_that_piece_or_its_other_end(
 # ---------------------------------------------------------------------------------------------- bytes
 
 
-@pytest.mark.parametrize("kind", list(PIECES))
+@pytest.mark.parametrize("kind", sorted(OF_PIECES, key=lambda kind: kind.value))
 def test_a_side_without_a_piece_for_each_rank_is_a_protocol_error(kind: OpKind) -> None:
     specs = _specs(kind, 3)
     for side in ("gives", "takes"):

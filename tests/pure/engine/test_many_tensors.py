@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
+from raycollect.core.codec import MOST_NBYTES
 from raycollect.core.model import OpKind
+from raycollect.core.protocols import ARRIVAL_NBYTES
 from raycollect.engine.agreement import Arrival, Spec, encode_arrival
-from raycollect.engine.long_arrivals import PART_NBYTES, exchange, messages_of, whole
+from raycollect.engine.long_arrivals import exchange, messages_of, whole
 from raycollect.engine.operands import Bound
-from raycollect.errors import MismatchError, ProtocolError
+from raycollect.errors import MismatchError, ProtocolError, RaycollectError, UnsupportedError, Violation
 from raycollect.planner import Request
 from raycollect.pos import tensors
 from tests.pure.engine.convoys import allreduces, convoy_of
-from tests.pure.fleet import WAIT_S, Convoy, contain
+from tests.pure.fleet import WAIT_S, Convoy, Fleet, contain
 
 WORLD, COUNT = 3, 2500
 NAMES = [hashlib.sha256(str(at).encode()).hexdigest() for at in range(COUNT)]  # which hardly compress
@@ -58,7 +61,7 @@ def holds(some: dict[str, Any], value: float) -> bool:
 def test_a_loop_over_a_large_dict_sends_the_current_values(convoy: Convoy, make: Any) -> None:
     models = [model(rank, make) for rank in range(WORLD)]
     keys = [convoy.keep(rank, one) for rank, one in enumerate(models)]
-    assert len(description(models[0])) > PART_NBYTES
+    assert len(description(models[0])) > ARRIVAL_NBYTES
     for value in (7, 8, 9):
         for array in models[0].values():
             array[...] = value
@@ -117,6 +120,66 @@ def test_many_tensors_beside_one_are_refused_and_the_next_call_is_right(backend:
             assert all((array == WORLD).all() for array in few)
 
 
+# ---------------------------------------------------------------------------------------------- too long ones
+
+
+def too_long(value: float) -> dict[str, Any]:
+    """A dict that can't be described; what is too long compresses well."""
+    return {"x" * MOST_NBYTES: np.full(3, value)}
+
+
+def refused(errors: Iterable[RaycollectError | None]) -> Violation:
+    """The only violation, which all ranks know."""
+    violations: set[Violation] = set()
+    for error in errors:
+        assert type(error) is UnsupportedError
+        violations |= {*error.violations}
+    (violation,) = violations
+    assert (violation.kind, violation.field) == ("unsupported", "operand")
+    return violation
+
+
+@pytest.mark.parametrize(
+    ("groups", "backend"),
+    [(2, "shm"), (2, "tcp"), ([[0, 1], [1, 2]], "local")],
+    ids=["shm", "tcp", "by the controller"],
+)
+def test_too_long_a_description_is_refused_on_all_ranks(groups: Any, backend: str) -> None:
+    few = [np.ones(3), np.ones(3)]
+    with convoy_of(groups, backend) as convoy:
+        first, last = convoy.memberships[0], convoy.memberships[-1]
+        requests = [*allreduces(convoy, [[few[0], too_long(1)]]), *allreduces(convoy, [few], group=-1)]
+        outcomes = convoy.run(requests, [first, last])
+        violation = refused(outcome.error for outcome in outcomes.values())
+        _, key, _ = requests[0].operands[1]
+        assert (violation.rank, violation.call, violation.ref) == (1, 0, key.hex() if key else "")
+        assert all((array == 1).all() for array in few), "nothing was written"
+        outcomes = convoy.run(allreduces(convoy, [few], group=-1), [last])
+        assert [outcome.error for outcome in outcomes.values()] == [None, None]
+        assert all((array == 2).all() for array in few)
+
+
+def test_a_batch_whose_descriptions_are_too_long_together_is_refused() -> None:
+    names = random.Random(1).randbytes(MOST_NBYTES // 4).hex()  # which takes half as much when compressed
+    halves = [{names[at:]: np.ones(3)} for at in range(5)]
+    few = np.ones(3)
+    with convoy_of([[0, 1]]) as convoy:
+        requests = allreduces(convoy, [[few, half] for half in halves])
+        outcomes = convoy.run(requests, convoy.memberships * len(requests))
+        assert refused(outcome.error for outcome in outcomes.values()).rank == 1
+        assert all((array == 1).all() for half in halves for array in (few, *half.values()))
+
+
+def test_too_long_a_description_in_a_members_call_is_refused_on_all_ranks() -> None:
+    few = np.ones(3)
+    fleet = Fleet(2)
+    violation = refused(outcome.error for outcome in fleet.call(OpKind.ALLREDUCE, [few, too_long(1)]))
+    assert violation.rank == 1
+    assert (few == 1).all()
+    fleet.works_on()
+    fleet.close()
+
+
 # ---------------------------------------------------------------------------------------------- the exchange
 
 
@@ -144,7 +207,7 @@ def test_short_arrivals_take_one_exchange() -> None:
 def test_a_rank_with_a_short_arrival_gets_the_parts_of_a_long_one() -> None:
     first: list[bytes] = []
     exchange(lambda message, _: (first.append(message), [message])[1] if not first else [message], LONG, ranks=1)
-    parts = [LONG[at : at + PART_NBYTES] for at in range(0, len(LONG), PART_NBYTES)]
+    parts = [LONG[at : at + ARRIVAL_NBYTES] for at in range(0, len(LONG), ARRIVAL_NBYTES)]
     others = Others([*first, *parts])
     assert exchange(others, b"mine", ranks=2) == [b"mine", LONG]
     assert all(others.sent), "an empty message is a commit"
@@ -152,7 +215,8 @@ def test_a_rank_with_a_short_arrival_gets_the_parts_of_a_long_one() -> None:
 
 def test_parts_that_do_not_fit_their_digest_are_refused() -> None:
     _, message = messages_of([b"mine", LONG])
-    for parts in ([b"no part"] * 10, [LONG[at : at + PART_NBYTES] for at in range(7, len(LONG) + 7, PART_NBYTES)]):
+    shifted = [LONG[at : at + ARRIVAL_NBYTES] for at in range(7, len(LONG) + 7, ARRIVAL_NBYTES)]
+    for parts in ([b"no part"] * 10, shifted):
         with pytest.raises(ProtocolError):
             exchange(Others([message, *parts]), b"mine", ranks=2)
     with pytest.raises(ProtocolError):

@@ -64,6 +64,16 @@ def test_a_batch(turns: int) -> None:
         ]
 
 
+def test_a_timeline_holds_no_descriptions_that_change_with_each_run(fleet: MakeFleet) -> None:
+    one = fleet(2)
+    ring = one.tracers[0].begin("test")
+    assert ring is not None
+    for size in range(1, 50):
+        one.must(OpKind.ALLREDUCE, one.keep_all(numbers(size, 2, (size,))))
+    assert len(ring.labelled) < 10
+    assert {span.label.nbytes for span in ring.read().spans if span.kind == KERNEL} == {8 * n for n in range(1, 50)}
+
+
 def test_a_run_that_never_agrees_says_so(fleet: MakeFleet) -> None:
     one = fleet(2)
     ring = one.tracers[0].begin("test")

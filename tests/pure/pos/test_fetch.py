@@ -19,6 +19,7 @@ import pytest
 from raycollect.backends import arrays
 from raycollect.channel import Server
 from raycollect.channel.messages import Copied, Failed, Fetch, Fetched
+from raycollect.core.codec import MOST_NBYTES
 from raycollect.core.model import TENSOR, Address, BufferRef, Key, Segment, TensorInfo, task_key
 from raycollect.core.shared_memory import memory_domain
 from raycollect.errors import (
@@ -279,6 +280,15 @@ def test_a_value_of_too_many_tensors_is_refused_at_once(holder: tuple[Address, S
     with pytest.raises(UnsupportedError) as caught:
         fetching.fetch(address, KEY, actor="W", timeout_s=LIMIT_S)
     assert caught.value.violations[0].ref == KEY.hex()
+
+
+def test_a_value_whose_description_is_too_long_is_refused_by_its_holder(holder: tuple[Address, Store]) -> None:
+    address, store = holder
+    store.put(KEY, contain({"x" * MOST_NBYTES: np.ones(1)}))
+    for _ in range(2):  # the connection goes on
+        with pytest.raises(UnsupportedError) as caught:
+            fetching.fetch(address, KEY, actor="W", timeout_s=LIMIT_S)
+        assert caught.value.violations[0].ref == KEY.hex()
 
 
 def test_any_number_of_keys_is_freed(holder: tuple[Address, Store]) -> None:
