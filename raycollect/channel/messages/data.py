@@ -54,8 +54,8 @@ class Copied(Message, frozen=True, kw_only=True):
 class Free(Message, frozen=True, kw_only=True):
     """Requests to drop values; answered by `Freed`. With an `owner`, only those with tokens of this owner."""
 
-    keys: list[bytes]
     owner: bytes = b""
+    keys: list[bytes]
 
 
 class Freed(Message, frozen=True, kw_only=True):
