@@ -295,7 +295,7 @@ def _enter(
 
 def _agree(process_group: ProcessGroup, request: BootstrapRequest) -> None:
     """Exchanges introductions; all members choose the same backend from them."""
-    words = process_group.confer("join", _INTRODUCTIONS.encode(request.me))
+    words = process_group.confer(_INTRODUCTIONS.encode(request.me))
     members = [_read(rank, word) for rank, word in enumerate(words)]
     machines = [member.machine for member in members]
     backend = request.spec.backend
