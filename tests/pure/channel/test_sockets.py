@@ -69,7 +69,6 @@ def test_last_words_arrive_before_the_end_even_over_unread_input(rig: Rig) -> No
     assert isinstance(here.reasons.get(timeout=LIMIT_S), ConnectionLostError)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
 def test_a_forked_child_does_not_hide_its_parents_death(rig: Rig) -> None:
     there = Party()
     address = rig.serve(there)
