@@ -100,7 +100,7 @@ def lead(request: BootstrapRequest, store: BootstrapStore, notices: dict[str, Co
         retract()  # before the others can leave, and join a group of this name again
         process_group.form()
         return process_group
-    except BaseException as exc:
+    except BaseException as exc:  # also a signal: the others must not wait for this rank
         error = (
             strip_traceback(exc)
             if isinstance(exc, RaycollectError)
