@@ -23,6 +23,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
+from raycollect.errors import refuse, wrong_argument
 from raycollect.member.runtime import this_runtime
 
 __all__ = ["KillWorker"]
@@ -58,7 +59,7 @@ class KillWorker:
 
     Raises:
         ValueError: If an argument is out of range.
-        RuntimeError: On entry, if the actor has another fault already.
+        InvalidArgumentError: On entry, if the actor has another fault already.
         ray.exceptions.RayActorError: On entry, if the actor is dead.
     """
 
@@ -145,7 +146,7 @@ class _Fault:
 def _put(actor_self: Any, fault: _Fault) -> None:
     instruments = this_runtime().instruments
     if instruments.faults is not None:
-        raise RuntimeError("another KillWorker is active in this actor: leave its block first")
+        refuse("KillWorker", [wrong_argument("actor", "in the block of another KillWorker", "an actor in none")])
     instruments.faults = fault
 
 

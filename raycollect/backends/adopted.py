@@ -114,7 +114,7 @@ class _Factory:
             group_cls.__abstractmethods__ = frozenset()
         try:
             group = group_cls(spec.world_size, rank, name, **dict(spec.options))
-        except Exception as exc:
+        except Exception as exc:  # the class is not ours
             call = f"{group_cls.__name__}({spec.world_size}, {rank}, {name!r})"
             detail = f"backend {spec.backend!r}: {call} failed: {type(exc).__name__}: {exc}"
             raise BackendUnavailableError(group_name=spec.name, detail=detail) from exc

@@ -141,7 +141,7 @@ class _Installation:
         payload = CAPTURES.encode((self.compiler.step_program(at), segment, slot))
         try:
             return peer.task("_raycollect_capture", 1).remote(payload, *self.compiler.refs(at).values())
-        except Exception as exc:
+        except Exception as exc:  # whatever Ray raises
             self.controller.groups.check(self.memberships)  # another thread may have destroyed the group meanwhile
             detail = f"{type(exc).__name__}: {exc}"
             raise DispatchError(op="capture", actor=peer.info["actor"], detail=detail) from exc

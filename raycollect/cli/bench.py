@@ -21,6 +21,7 @@ from raycollect.cli.options import (
     ray_warnings_aside,
     refused,
 )
+from raycollect.group import link_costs
 from raycollect.planner.wording import columns, counted, nbytes_words, seconds_words
 
 FACTOR = 4  # from one size of a range to the next
@@ -168,9 +169,9 @@ def start_ray(address: str | None) -> None:
         ConnectionError: No cluster answers at that address, or at the address that `RAY_ADDRESS` names.
         RayClientError: It is an address of Ray Client.
     """
-    import ray
+    import ray  # takes a second
 
-    from raycollect.group import cluster_registry
+    from raycollect.group import cluster_registry  # with Ray
 
     if ray.is_initialized():
         return
@@ -191,7 +192,6 @@ def start_ray(address: str | None) -> None:
 
 def _calibrate(between: tuple[float, float] | None, output: str | None, as_json: bool) -> None:
     from raycollect.cli import calibrate  # with numpy
-    from raycollect.group import link_costs
 
     links = [calibrate.measure(backend) for backend in calibrate.BACKENDS]
     if between is not None:

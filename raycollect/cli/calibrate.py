@@ -55,7 +55,7 @@ def measure(backend: str, sizes: Sequence[int] = SIZES, *, timeout_s: float = _T
                 times |= ranks.next(until_s - time.monotonic())
         except multiprocessing.TimeoutError as exc:
             raise failed(detail=f"not done within {timeout_s:g} s") from exc
-        except Exception as exc:
+        except Exception as exc:  # of the child process
             raise failed(detail=f"{type(exc).__name__}: {exc}") from exc
     return line_of(backend, times)
 

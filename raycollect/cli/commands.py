@@ -162,7 +162,7 @@ def doctor(context: click.Context, as_json: bool) -> None:
     Libraries are imported in child processes, which takes some seconds with torch. A running Ray cluster is asked; no
     cluster is started. The exit code is 1 if a required item is missing.
     """
-    from raycollect.cli import doctor as examining
+    from raycollect.cli import doctor as examining  # with all backends
 
     findings = examining.examine()
     lacking = examining.lacking(findings)
@@ -228,7 +228,7 @@ def status(group: str | None, address: str | None, every_s: float | None, as_jso
 
 
 def _status_lines(address: str, groups: Sequence[GroupRecord]) -> list[str]:
-    from raycollect.group import cluster_registry
+    from raycollect.group import cluster_registry  # with Ray
 
     lines = [f"Ray cluster at {address}: {len(groups) or 'no'} declared group{'' if len(groups) == 1 else 's'}"]
     for group in groups:

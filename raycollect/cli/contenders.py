@@ -88,7 +88,7 @@ class BenchActor:
     def join(self, library: str, group: str, backend: str) -> None:
         """Joins a group of ``"raycollect"``, or of ``"ray"``, which is `ray.util.collective` over gloo."""
         if library == "ray":
-            import ray.util.collective as ray_collective
+            import ray.util.collective as ray_collective  # in some contenders' actors only, as torch
             import torch
 
             torch.set_num_threads(1)

@@ -81,9 +81,9 @@ def _only_link() -> str:
 
 
 def _of_cluster(name: str | None, address: str | None) -> _Read:
-    import ray
+    import ray  # takes a second
 
-    from raycollect.group import cluster_registry
+    from raycollect.group import cluster_registry  # with Ray, as the next one
     from raycollect.live_view.cluster import live_views
 
     cluster = cluster_registry.find_cluster(address)
@@ -118,7 +118,7 @@ def _read(link: str, name: str) -> bytes:
 
 
 def _frame(read: _Read) -> Frame:
-    from raycollect.live_view.frame import Frame
+    from raycollect.live_view.frame import Frame  # with the planner
 
     try:
         return msgspec.json.decode(read("frame.json"), type=Frame)

@@ -55,16 +55,14 @@ class MemoryVectors:
         return True
 
 
-_functions: dict[str, Any] = {}  # None: the system lacks or refuses it
+_functions: dict[str, Any] = {}  # None: the system refuses it
 
 
 def _function(name: str) -> Any:
     if name in _functions:
         return _functions[name]
-    function = getattr(ctypes.CDLL(None), name, None)
-    if function is not None:
-        span, number = ctypes.c_void_p, ctypes.c_ulong
-        function.argtypes = (ctypes.c_int, span, number, span, number, number)
-        function.restype = ctypes.c_ssize_t
-    _functions[name] = function
+    span, number = ctypes.c_void_p, ctypes.c_ulong
+    function = _functions[name] = getattr(ctypes.CDLL(None), name)
+    function.argtypes = (ctypes.c_int, span, number, span, number, number)
+    function.restype = ctypes.c_ssize_t
     return function

@@ -10,7 +10,6 @@ import resource
 import secrets
 import socket
 import struct
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -26,8 +25,8 @@ FULL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 SPARE_DESCRIPTORS = 4  # left free for files that are opened briefly
 
 # A dead host is detected after 5 + 3 * 2 s of silence, or when sent data was not acknowledged within the timeout of
-# `tune`. Options that the platform lacks are skipped; a dead process is detected by the end of its connection anyway.
-_TCP_OPTIONS = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
+# `tune`; a dead process is detected by the end of its connection.
+_TCP_OPTIONS = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
 
 # The default of that timeout, for connections whose ends always read. (Linux counts a full receiver as silence, too.)
 USER_TIMEOUT_S = 10.0
@@ -58,8 +57,7 @@ def _close_in_child() -> None:
             sock.close()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def tune(sock: socket.socket, user_timeout_s: float = USER_TIMEOUT_S) -> None:
@@ -74,10 +72,8 @@ def tune(sock: socket.socket, user_timeout_s: float = USER_TIMEOUT_S) -> None:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (*_TCP_OPTIONS, ("TCP_USER_TIMEOUT", int(user_timeout_s * 1000))):
-        option = getattr(socket, name, None)
-        if option is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    for option, value in (*_TCP_OPTIONS, (socket.TCP_USER_TIMEOUT, int(user_timeout_s * 1000))):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def silent_s(sock: socket.socket, tries: int = 1) -> float:
@@ -93,7 +89,7 @@ def _unacknowledged(sock: socket.socket) -> tuple[int, int, float]:
     # The retransmits and keepalive probes without an answer; the seconds of silence.
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-    except (OSError, AttributeError):  # closed, or not Linux
+    except OSError:  # closed
         return 0, 0, 0.0
     if len(info) < _TCP_INFO.size:
         return 0, 0, 0.0
@@ -112,10 +108,9 @@ def count_silence(sock: socket.socket) -> bool:
     if again:  # the kernel counts from the first transmission
         return True
     quiet_s = min(quiet_s, _PROBE_S * probes + _UNASKED_S) if probes else 0.0
-    option = getattr(socket, "TCP_USER_TIMEOUT", None)
-    if option is not None:
-        with contextlib.suppress(OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, option, int(max(USER_TIMEOUT_S - quiet_s, 1.0) * 1000))
+    with contextlib.suppress(OSError):
+        left_ms = int(max(USER_TIMEOUT_S - quiet_s, 1.0) * 1000)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, left_ms)
     return quiet_s > 0
 
 
@@ -166,8 +161,6 @@ def listen_locally() -> tuple[socket.socket, str] | None:
     Any user of the machine can connect, as to a port, but only in the same network namespace. `connect` takes the name,
     which begins with ``@``, as a host.
     """
-    if not sys.platform.startswith("linux"):
-        return None
     name = f"@raycollect-{secrets.token_hex(16)}"
     try:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -186,7 +179,7 @@ def listen_locally() -> tuple[socket.socket, str] | None:
 
 def is_local(sock: socket.socket) -> bool:
     """Whether it is a Unix socket, and so a connection within one machine."""
-    return sock.family == getattr(socket, "AF_UNIX", None)
+    return sock.family == socket.AF_UNIX
 
 
 def connect(host: str, port: int, timeout_s: float) -> socket.socket:

@@ -92,8 +92,7 @@ class _TimerThread:
 
 
 _timers = _TimerThread()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_timers.begin)
+os.register_at_fork(after_in_child=_timers.begin)
 
 later: Callable[[float, Callable[[], object]], Timer] = _timers.later
 """Makes a call after a delay; any thread may call it. Raises RuntimeError if no thread can be started."""

@@ -100,7 +100,7 @@ def lead(request: BootstrapRequest, store: BootstrapStore, notices: dict[str, Co
         retract()  # before the others can leave, and join a group of this name again
         process_group.form()
         return process_group
-    except BaseException as exc:
+    except BaseException as exc:  # also a signal: the others must not wait for this rank
         error = (
             strip_traceback(exc)
             if isinstance(exc, RaycollectError)
@@ -295,7 +295,7 @@ def _enter(
 
 def _agree(process_group: ProcessGroup, request: BootstrapRequest) -> None:
     """Exchanges introductions; all members choose the same backend from them."""
-    words = process_group.confer("join", _INTRODUCTIONS.encode(request.me))
+    words = process_group.confer(_INTRODUCTIONS.encode(request.me))
     members = [_read(rank, word) for rank, word in enumerate(words)]
     machines = [member.machine for member in members]
     backend = request.spec.backend

@@ -192,7 +192,7 @@ class MemberCommunicator(GroupCommunicator):
         except RaycollectError as exc:
             self._leave(exc, keep=self._resumes and isinstance(exc, CollectiveTimeoutError))
             raise
-        except Exception as exc:
+        except Exception as exc:  # a bug: the other ranks must not wait for this rank
             self._leave(unforeseen := InternalError(detail=threads.cause_of(exc)))
             raise copy_error(unforeseen) from exc
         except BaseException as exc:  # a signal: the other ranks wait for the next call of this rank

@@ -31,7 +31,6 @@ class ProcessGroup:
 
     Args:
         member: The view that communicators have of the group.
-        actor_ids: The actor of each rank, if a driver declared the group.
         ordered: Whether this actor's methods run one by one, according to that driver.
         controller: The id of the controller that declared the group; empty: its members formed it.
         watch: Makes the context of calls that block.
@@ -49,7 +48,6 @@ class ProcessGroup:
         self,
         member: GroupMember,
         *,
-        actor_ids: Sequence[str] = (),
         ordered: bool = True,
         controller: str = "",
         watch: WatchWait | None = None,
@@ -58,7 +56,6 @@ class ProcessGroup:
         self.member = member
         self.settle(member.spec, member.members)
         self.rank: int = member.rank
-        self.actor_ids: tuple[str, ...] = tuple(actor_ids)
         self.ordered = ordered
         self.timeout_s: float = member.spec.timeout_s
         self.controller = controller
@@ -109,9 +106,9 @@ class ProcessGroup:
 
     # ------------------------------------------------------------------------------------------ calls
 
-    def confer(self, op: str, word: bytes) -> Sequence[bytes]:
+    def confer(self, word: bytes) -> Sequence[bytes]:
         """Exchanges a blob with all members, in rank order; raises as `MemberCommunicator.run`."""
-        return self.communicator(ALL).confer(op, word, self.timeout_s)
+        return self.communicator(ALL).confer("join", word, self.timeout_s)
 
     def form(self) -> None:
         """Forms the communicator of all ranks now, not at its first call; raises as `confer`."""

@@ -67,7 +67,6 @@ def _make_process_group(
     mine = GroupMember(spec, message.rank, reporter.link.send, members=actors, host=host, tracer=groups.tracer)
     return ProcessGroup(
         mine,
-        actor_ids=[member.actor_id for member in members],
         ordered=members[message.rank].ordered,
         controller=controller,
         watch=watch,

@@ -178,9 +178,9 @@ class Ring:
         """Adds a span of this thread, by the number of its label."""
         self.entries.append((next(self.numbers), kind, name, begin_s, end_s, self.meet(), seq, number, error, 0.0))
 
-    def ended(self, kind: str, name: str, begin_s: float, seq: int = 0, label: Label = NO_LABEL) -> None:
+    def ended(self, kind: str, name: str, begin_s: float, seq: int = 0) -> None:
         """Adds a span that ends now."""
-        self.add(kind, name, begin_s, self.clock(), seq, label)
+        self.add(kind, name, begin_s, self.clock(), seq)
 
     def waited(self, name: str, begin_s: float, seq: int = 0) -> None:
         """Adds a wait that ends now, if it was long enough."""

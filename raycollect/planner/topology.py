@@ -18,10 +18,6 @@ class Link:
         if not (self.latency_s >= 0 and self.bandwidth > 0):
             raise ValueError(f"no such link: {self.latency_s} s, {self.bandwidth} bytes per second")
 
-    def time_s(self, nbytes: float) -> float:
-        """The seconds for n bytes."""
-        return self.latency_s + nbytes / self.bandwidth
-
 
 INSIDE = Link(latency_s=15e-6, bandwidth=6e9)
 """Shared memory of one machine, if not measured."""

@@ -306,7 +306,7 @@ def serve(
             answer(link, store, message)
         except ConnectionLostError:
             raise
-        except Exception as exc:
+        except Exception as exc:  # the client waits for an answer
             if link.sent > before:  # the request was answered
                 raise
             _tell_failure(link, message, exc)

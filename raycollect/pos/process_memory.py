@@ -74,10 +74,7 @@ def _started(pid: int) -> bytes:
 
 @lru_cache(maxsize=1)
 def _process_vm_readv() -> Any:
-    try:
-        function = ctypes.CDLL(None, use_errno=True).process_vm_readv
-    except AttributeError as exc:
-        raise OSError(errno.ENOSYS, "this system has no process_vm_readv") from exc
+    function = ctypes.CDLL(None, use_errno=True).process_vm_readv
     spans, number = ctypes.c_void_p, ctypes.c_ulong
     function.argtypes = (ctypes.c_int, spans, number, spans, number, number)
     function.restype = ctypes.c_ssize_t

@@ -110,7 +110,7 @@ def _root(field: str, call: Callable[[Given], Callable[[], Any]]) -> Refusal:
     return Refusal(call=call, error=errors.InvalidArgumentError, rank=-1, field=field)
 
 
-FOREIGN, INVALID, MISSING = errors.ForeignRefError, errors.InvalidArgumentError, errors.MissingMemberError
+FOREIGN, MISSING = errors.ForeignRefError, errors.MissingMemberError
 
 REFUSALS = {
     "a ref of ray.put": _refs(lambda g: g.but(ray.put(np.ones(7, np.float32))), FOREIGN),

@@ -6,14 +6,12 @@ About 32,000 launches per backend, one per case; `tests/pure/backends/test_confo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from tests.pure.communicators import ProcessTeam, Team, ThreadTeam, Worker
 from tests.pure.conformance import BACKENDS, DTYPES, IN_THREADS, SIZES, WORLDS, check_cases, every_case, is_absent
-
-TeamOf = Callable[[int], Team]
 
 pytestmark = pytest.mark.timeout(900)
 

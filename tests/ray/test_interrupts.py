@@ -6,7 +6,6 @@ import faulthandler
 import gc
 import random
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +17,7 @@ from raycollect import errors
 from raycollect.driver.batch import current
 from raycollect.driver.controller import Controller
 from tests.support.actors import Worker, filled
-from tests.support.waiting import wait_until
+from tests.support.waiting import at_step, wait_until
 
 WAIT_S = 60.0
 
@@ -38,28 +37,6 @@ def _alarms() -> Iterator[None]:
     yield
     faulthandler.cancel_dump_traceback_later()
     signal.signal(signal.SIGALRM, before)
-
-
-def at_step(number: int, do: Callable[[], object], call: Callable[[], object]) -> int:
-    """Makes a call, and does something at the n-th place where Python looks for signals; returns how many there are.
-
-    These are the beginnings of functions, and the ends of those in C.
-    """
-    count = 0
-
-    def profile(frame: Any, event: str, arg: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_return")
-        if count == number and event in ("call", "c_return"):
-            do()
-
-    before = sys.getprofile()
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(before)
-    return count
 
 
 def places(count: int, most: int, seed: int) -> list[int]:

@@ -100,26 +100,6 @@ def test_a_member_that_is_stopped_holds_up_no_cell(group):
     assert wait_until(lambda: "no answer" not in shown(group)[0])
 
 
-# ---------------------------------------------------------------------------------------------- works
-
-
-def test_a_work_is_shown_while_it_is_under_way_and_after(held):
-    work, gate = held
-    told, fragment = shown(work)
-    assert "allreduce on group 'default': under way for" in told
-    assert '<progress max="2"' in fragment
-    assert 'value="2"' not in fragment
-    assert "under way for" in repr(work)
-    ray.get(gate.open.remote())
-    work.wait()
-    told, fragment = shown(work)
-    assert '<progress max="2" value="2"' in fragment
-    assert "allreduce on group 'default': done" in told
-
-
-# ---------------------------------------------------------------------------------------------- captured steps
-
-
 @pytest.fixture
 def learners(actors):
     return actors(Learner, 2)

@@ -83,7 +83,7 @@ def test_stopped_actor_goes_on_and_the_result_is_right(actors):
 def test_fault_ends_with_its_block_and_is_the_only_one(actors):
     workers = actors(Plain, 2)  # without the mixin
     col.declare_collective_group(workers)
-    with KillWorker(workers, rank=0), pytest.raises(RuntimeError), KillWorker(workers, rank=0):
+    with KillWorker(workers, rank=0), pytest.raises(errors.InvalidArgumentError), KillWorker(workers, rank=0):
         pass
     with KillWorker(workers, rank=0, collective=1, point="before_check") as fault:
         pass

@@ -1,4 +1,4 @@
-"""Waits for what nobody tells: what Ray, the system or another process gets done in its own time."""
+"""Waits for what nobody tells: what Ray, the system or another process gets done in its own time; and interrupts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> bool:
@@ -73,3 +74,25 @@ def interrupt_in(function: Callable[..., object]) -> threading.Thread:
     thread = threading.Thread(target=watch)
     thread.start()
     return thread
+
+
+def at_step(number: int, do: Callable[[], object], call: Callable[[], object]) -> int:
+    """Makes a call, and does something at the n-th place where Python looks for signals; returns how many there are.
+
+    These are the beginnings of functions, and the ends of those in C.
+    """
+    count = 0
+
+    def profile(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_return")
+        if count == number and event in ("call", "c_return"):
+            do()
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return count

@@ -174,7 +174,7 @@ class GlooLink:
             self._context.connectFullMesh(theirs, device)
         except RaycollectError:
             raise
-        except Exception as exc:
+        except Exception as exc:  # the library is not ours
             detail = f"backend 'gloo': rank {rank} can't connect to the others from {host}: {exc}"
             raise BackendUnavailableError(group_name=spec.name, detail=detail) from exc
         self._held = store, theirs, device  # the context needs these objects, but does not hold them

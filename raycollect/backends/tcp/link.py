@@ -94,8 +94,8 @@ class TcpMesh:
         self._passed = step
         return [bytes(receives[other].into or b"") if other != self.rank else arrival for other in launch.ranks]
 
-    def begin(self, launch: Launch, step: int = 0) -> None:
-        """Begins the next step of a launch, an agreement or a kernel; or the step of that number.
+    def begin(self, launch: Launch) -> None:
+        """Begins the next step of a launch, an agreement or a kernel.
 
         Raises:
             GroupBrokenError: A connection that the launch needs has ended.
@@ -106,7 +106,7 @@ class TcpMesh:
                 if other != self.rank and self._peers[other].lost:
                     detail = f"the connection to rank {other} has ended: {self._peers[other].lost}"
                     raise GroupBrokenError(group_name=self._group_name, detail=detail)
-        self._step = step or self._step + 1
+        self._step += 1
         self._check(launch)
 
     def end(self, launch: Launch, ok: bool) -> None:

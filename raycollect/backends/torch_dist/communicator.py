@@ -110,7 +110,7 @@ class TorchCommunicator(Meshed):
         kind = kernel.kind.value
         try:
             yield
-        except BaseException as exc:
+        except BaseException as exc:  # also a signal: the other ranks are in the kernel
             said = str(exc.__cause__) if isinstance(exc, KernelError) else ""
             if not calls.has_begun and _LACKING.search(said):
                 actual = f"{kind}, of which torch says: {said}"

@@ -130,7 +130,7 @@ def make(
         backend = _MAKERS.get(name, _make_plugin)(request)
     except RaycollectError:
         raise
-    except Exception as exc:
+    except Exception as exc:  # torch's, or of a plugin of torch
         detail = f"backend {spec.backend!r}: rank {rank} can't join from {host}: {type(exc).__name__}: {exc}"
         raise BackendUnavailableError(group_name=spec.name, detail=detail) from exc
     return backend, request.store.published if name == "gloo" else ()

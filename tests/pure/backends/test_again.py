@@ -79,10 +79,6 @@ class Crew:
         chosen = [tuple(rank for rank in range(world) if bits >> rank & 1) for bits in range(1, 1 << world)]
         return [ranks for ranks in chosen if len(ranks) > 1 or world == 1]
 
-    def renew(self, rank: int, array: Any) -> None:
-        """A rank comes with another array."""
-        self.arrays[rank], self.kernels[rank] = array, summing(array)
-
     def sum(self, ranks: tuple[int, ...] = ()) -> None:
         """They sum what they have not had before, and all have the sum of those who came; the others what they had."""
         ranks = ranks or self.team.everyone

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import signal
 import threading
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from typing import Any, cast
 
 import pytest
 
@@ -15,7 +15,7 @@ from raycollect.core.deadline import Deadline
 from raycollect.core.model import Key, OpKind
 from raycollect.driver import stall_report
 from raycollect.driver.step_plan import Stage, StepPlan
-from raycollect.driver.step_runs import RunTracker, StepRuns
+from raycollect.driver.step_runs import RunTracker
 from raycollect.errors import (
     CaptureBrokenError,
     CaptureError,
@@ -35,7 +35,7 @@ from raycollect.planner import plan
 from tests.pure.captured.run_fleet import WAIT_S, Fleet, controller, drive, fleet
 from tests.pure.driver.leased import declared, said
 from tests.pure.driver.tracked_plans import asked, group, key_of
-from tests.support.waiting import wait_until
+from tests.support.waiting import at_step, interrupt_in, wait_until
 
 __all__ = ["controller", "fleet"]  # fixtures
 
@@ -144,89 +144,50 @@ def test_run_timeout_names_the_missing_participants(fleet: Fleet) -> None:
     fleet.land(tracker)
 
 
-def interrupting(call: Callable[..., Any], *, after: bool = False) -> Callable[..., Any]:
-    """The function, but a signal comes in its first call: as it begins, or as it ends."""
-    calls = itertools.count()
-
-    def interrupted(*args: Any, **kwargs: Any) -> Any:
-        hit = next(calls) == 0
-        if hit and not after:
-            signal.raise_signal(signal.SIGINT)
-        found = call(*args, **kwargs)
-        if hit and after:
-            signal.raise_signal(signal.SIGINT)
-        return found
-
-    return interrupted
+def answer(fleet: Fleet, *trackers: RunTracker) -> None:
+    """All answer these runs, which have gone well."""
+    for tracker in trackers:
+        for at in range(4):
+            fleet.bell.give(at, tracker.number)
+        assert tracker.wait(WAIT_S)
+        assert tracker.has_ended
+        assert tracker.error is None
 
 
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("where", ["begin", "register", "write 0", "write 2", "write 3", "ring"])
-def test_a_signal_as_a_run_begins_comes_up_once_all_have_it(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, where: str, after: bool
-) -> None:
-    before = fleet.begin()
-    name, _, at = where.partition(" ")
-    targets: dict[str, Any] = {"begin": fleet.bell, "ring": fleet.bell, "register": fleet.controller.plans}
-    target: Any = targets.get(name) or fleet.bell.runs[int(at)]
-    with monkeypatch.context() as patch:
-        patch.setattr(target, name, interrupting(getattr(target, name), after=after))
-        with pytest.raises(KeyboardInterrupt):
-            fleet.begin()
-    assert fleet.bell.woken[-1] == (before.number + 1, 4)
-    _, interrupted = fleet.controller.plans.trackers()
-    for tracker in (before, interrupted):
+def interrupted(at: int, call: Callable[[], object]) -> None:
+    """Makes a call with a signal at one of its places."""
+    with suppress(KeyboardInterrupt):
+        at_step(at, lambda: signal.raise_signal(signal.SIGINT), call)
+
+
+def test_a_signal_at_any_place_of_a_run_leaves_it_whole(fleet: Fleet) -> None:
+    """All participants have it, or none; whoever asks next tells the outcome."""
+    drive(fleet)
+    for at in range(1, at_step(0, int, lambda: drive(fleet, 1)) + 1):
+        before = fleet.begin()
+        interrupted(at, fleet.begin)
+        assert fleet.bell.woken[-1] == (fleet.bell.number, 4)
+        trackers = fleet.controller.plans.trackers()
+        assert trackers[0] is before
+        answer(fleet, *cast("list[RunTracker]", trackers))
+        tracker, behind = fleet.begin(), fleet.begin()
         for slot in range(4):
             fleet.bell.give(slot, tracker.number)
-        assert tracker.wait(0)
-        assert tracker.error is None
+        interrupted(at, lambda tracker=tracker: tracker.wait(WAIT_S))  # type: ignore[misc]
+        answer(fleet, tracker, behind)
+        assert fleet.controller.plans.trackers() == []
+        assert fleet.runs.is_idle
     assert [said(peer) for peer in fleet.peers] == [[]] * 4
-    assert list(fleet.controller.plans.trackers()) == []
-    assert fleet.runs.is_idle
-    drive(fleet)
 
 
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("where", ["look", "end", "resolve", "ended"])
-def test_a_signal_after_the_last_answer_costs_nothing(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, where: str, after: bool
-) -> None:
-    """Whoever asks next tells the outcome."""
-    target, name = {
-        "look": (RunTracker, "look"),
-        "end": (RunTracker, "_ended"),
-        "resolve": (RunTracker, "_resolve"),
-        "ended": (StepRuns, "ended"),
-    }[where]
-    drive(fleet, 2)
-    tracker, behind = fleet.begin(), fleet.begin()
-    for at in range(4):
-        fleet.bell.give(at, tracker.number)
-    with monkeypatch.context() as patch:
-        patch.setattr(target, name, interrupting(getattr(target, name), after=after))
-        with pytest.raises(KeyboardInterrupt):
-            tracker.wait(WAIT_S)
-    for at in range(4):
-        fleet.bell.give(at, behind.number)
-    drive(fleet)
-    for one in (tracker, behind):
-        assert one.wait(0)
-        assert one.has_ended
-        assert one.error is None
-    assert list(fleet.controller.plans.trackers()) == []
-    assert fleet.runs.is_idle
-
-
-def test_a_signal_while_one_waits(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_while_one_waits(fleet: Fleet) -> None:
     tracker = fleet.begin()
-    with monkeypatch.context() as patch:
-        patch.setattr(fleet.bell, "wait", interrupting(fleet.bell.wait))
-        with pytest.raises(KeyboardInterrupt):
-            tracker.wait(WAIT_S)
+    interrupting = interrupt_in(fleet.bell.wait)
+    with pytest.raises(KeyboardInterrupt):
+        tracker.wait(WAIT_S)
+    interrupting.join(WAIT_S)
     assert not fleet.runs.waiting
-    for at in range(4):
-        fleet.bell.give(at, tracker.number)
-    assert tracker.wait(WAIT_S)
+    answer(fleet, tracker)
     drive(fleet)
 
 

@@ -69,7 +69,6 @@ def test_last_words_arrive_before_the_end_even_over_unread_input(rig: Rig) -> No
     assert isinstance(here.reasons.get(timeout=LIMIT_S), ConnectionLostError)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
 def test_a_forked_child_does_not_hide_its_parents_death(rig: Rig) -> None:
     there = Party()
     address = rig.serve(there)
@@ -142,7 +141,7 @@ def test_what_was_queued_arrives_when_the_peer_reads_again(rig: Rig) -> None:
     assert names == [str(seq) for seq in range(40)]
 
 
-@pytest.mark.parametrize("method", ["opened", "received", "closed"])
+@pytest.mark.parametrize("method", ["opened", "closed"])
 def test_a_failing_handler_loses_its_link_only(
     rig: Rig, method: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,8 +158,6 @@ def test_a_failing_handler_loses_its_link_only(
 
     monkeypatch.setattr(there, method, fail)
     bad = rig.connect(address, here)
-    if method == "received":
-        bad.send(Bye())
     if method == "closed":
         bad.close()
     here.reasons.get(timeout=LIMIT_S)

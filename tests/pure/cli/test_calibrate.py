@@ -14,7 +14,7 @@ from raycollect.cli.calibrate import SIZES, line_of
 from raycollect.errors import InvalidArgumentError, KernelError
 from raycollect.group import link_costs
 from raycollect.group.link_costs import Costs, MeasuredLink
-from raycollect.planner.topology import BETWEEN, INSIDE, Link
+from raycollect.planner.topology import BETWEEN, INSIDE
 
 SHM = MeasuredLink(place="inside", backend="shm", latency_s=1e-5, bandwidth=8e9, how="measured: so")
 TCP = MeasuredLink(place="inside", backend="tcp", latency_s=3e-5, bandwidth=2e9)
@@ -28,11 +28,10 @@ def nowhere(folder):
 # ---------------------------------------------------------------------------------------------- the line
 @given(latency=st.floats(1e-7, 1e-2), bandwidth=st.floats(1e6, 1e12), count=st.integers(2, len(SIZES)))
 def test_times_on_a_line_give_that_line(latency, bandwidth, count):
-    link = Link(latency_s=latency, bandwidth=bandwidth)
-    chosen = SIZES[: count - 1] + SIZES[-1:]
-    line = line_of("shm", {n: link.time_s(n) for n in chosen}).link
-    for n in chosen:
-        assert line.time_s(n) == pytest.approx(link.time_s(n), rel=1e-3)
+    times = {n: latency + n / bandwidth for n in SIZES[: count - 1] + SIZES[-1:]}
+    line = line_of("shm", times).link
+    for n, time_s in times.items():
+        assert line.latency_s + n / line.bandwidth == pytest.approx(time_s, rel=1e-3)
 
 
 def test_a_latency_below_zero_becomes_none():

@@ -122,23 +122,6 @@ def test_who_lies_evenly_stays_where_it_is(system: Cores) -> None:
         assert crew.places == after
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_leaving_gives_the_mask_back(system: Cores, seed: int) -> None:
-    rng = random.Random(seed)
-    for mask in ({2}, {0, 3}, {0, 1, 2}):
-        system.mask = mask
-        crew = Crew(system, [rng.choice(sorted(mask)) for _ in range(5)])
-        for _ in range(rng.randrange(1, 4)):
-            crew.take_all()
-        for rank in crew.ranks:
-            crew.leave(rank)
-        assert [system.masks.get(rank, mask) for rank in crew.ranks] == [mask] * 5
-        moves = len(system.moves)
-        for rank in crew.ranks:
-            crew.leave(rank)
-        assert len(system.moves) == moves, "a second time it does nothing"
-
-
 @pytest.mark.parametrize("at", [[0, 1], [1, 2, 0], [0, 0, 1, 1]])
 def test_who_may_not_keep_to_its_core_is_as_it_was(system: Cores, at: list[int]) -> None:
     system.mask, system.refuses = set(at), True
@@ -198,6 +181,10 @@ def test_nobody_leaves_its_own_mask(system: Cores, seed: int) -> None:
         for rank in crew.ranks:
             crew.leave(rank)
         assert system.masks == dict(enumerate(masks))
+        moves = len(system.moves)
+        for rank in crew.ranks:
+            crew.leave(rank)
+        assert len(system.moves) == moves, "a second time it does nothing"
 
 
 def test_the_real_system_tells_where_one_is() -> None:

@@ -37,6 +37,3 @@ class Desk:
     def ask(self, ranks: list[int]) -> tuple[Any, ...]:
         """What `reports` gives where these are late."""
         return self.watchdog.reports(self.client, ranks, HERE)
-
-
-QUESTION = Ask(group_id="id", communicator="all", ranks=[1])

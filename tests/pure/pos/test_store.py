@@ -42,9 +42,6 @@ def _state(store: Store, key: Key) -> State:
 # ---------------------------------------------------------------------------------------------- entries
 
 
-FIRST, SECOND = _container("first"), _container("a retried method")
-
-
 def test_freeing_gives_back_the_value() -> None:
     store, owner = Store(), Owner()
     store.put(_key(1), _container(owner))
