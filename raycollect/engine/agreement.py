@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from raycollect.core.codec import Codec, Wire
 from raycollect.core.model import TENSOR, OpKind, Structure, TensorInfo
 from raycollect.core.operations import PIECES
-from raycollect.engine.weighted_cache import WeightedCache
+from raycollect.core.weighted_cache import WeightedCache
 from raycollect.errors import InternalError, ProtocolError, Violation
 from raycollect.planner import Program
 
@@ -218,7 +218,7 @@ def _judged(encoded: tuple[tuple[int, ...], tuple[bytes, ...]]) -> Verdict:
         raise ProtocolError(detail=f"arrivals that can't be compared: {exc}") from exc
 
 
-def _weight(verdict: Verdict) -> int:
+def _weight(_: object, verdict: Verdict) -> int:
     specs = {id(spec): spec for spec in verdict.specs}.values()  # equal arrivals are one object
     sides = [side for spec in specs for side in (spec.gives, spec.takes) if side is not None]
     return _ENTRY_WEIGHT + sum(len(side.tensors) for side in sides) + len(verdict.violations)
@@ -352,7 +352,7 @@ def _decoded_arrivals(data: bytes) -> tuple[bool, Mapping[int, bytes]]:
         raise ProtocolError(detail=f"malformed arrivals: {exc}") from exc
 
 
-def _weight_of_arrivals(arrivals: tuple[bool, Mapping[int, bytes]]) -> int:
+def _weight_of_arrivals(_: object, arrivals: tuple[bool, Mapping[int, bytes]]) -> int:
     blobs = set(arrivals[1].values())
     return _ENTRY_WEIGHT + len(arrivals[1]) + sum(map(len, blobs)) // _NBYTES_PER_WEIGHT
 

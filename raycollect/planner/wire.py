@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 from raycollect.core.codec import Codec
 from raycollect.core.model import KEY_NBYTES, Key
+from raycollect.core.weighted_cache import WeightedCache
 from raycollect.errors import ProtocolError
-from raycollect.planner.plan_cache import PlanCache
 from raycollect.planner.program import Program, Ticket
 
 VERSION = 9
@@ -46,18 +45,7 @@ def decode_order(data: bytes) -> tuple[Ticket, tuple[Key, ...], Program]:
 encode_program: Callable[[Program], bytes] = _PROGRAMS.encode
 
 
-def decode_program(data: bytes) -> Program:
-    """Reads the bytes of `encode_program`: one object for equal bytes. Raises ProtocolError if malformed."""
-    if len(data) <= _SHORT_NBYTES:
-        return _short_program(data)
-    entry = _long_programs.find(data)
-    if entry is None:
-        entry = _PROGRAMS.decode(data), len(data)
-        _long_programs.add(data, (), entry)
-    return entry[0]
-
-
-_SHORT_NBYTES = 64 << 10
-_short_program: Callable[[bytes], Program] = lru_cache(maxsize=256)(_PROGRAMS.decode)
 _DECODED = 17  # bytes per encoded byte: 15 to 16.5 for the program were measured, and 1 for the key
-_long_programs: PlanCache[tuple[Program, int]] = PlanCache(256, 64 << 20, lambda entry: _DECODED * entry[1])
+decode_program: Callable[[bytes], Program]
+decode_program = WeightedCache[bytes, Program](_PROGRAMS.decode, lambda data, program: _DECODED * len(data), 32 << 20)
+"""Reads the bytes of `encode_program`: one object for equal bytes. Raises ProtocolError if malformed."""

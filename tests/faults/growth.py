@@ -25,8 +25,8 @@ import ray
 
 from raycollect import backends
 from raycollect.core.model import task_key
+from raycollect.core.weighted_cache import WeightedCache
 from raycollect.driver.controller import Controller
-from raycollect.engine.weighted_cache import WeightedCache
 from raycollect.member.participant import this_participant
 from raycollect.member.wait_monitor import _Wait
 from raycollect.pos import fetch

@@ -7,12 +7,12 @@ exchange the same boxes with other ranks, and share them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import NamedTuple
 
 from raycollect.core.codec import Codec, Wire
+from raycollect.core.weighted_cache import WeightedCache
 from raycollect.planner.boxes import Point
 from raycollect.planner.reshard.request import LocalTensor
 
@@ -95,10 +95,7 @@ def encode_halves(halves: Mapping[int, Half]) -> dict[int, bytes]:
     return {rank: _HALVES.encode(half) for rank, half in halves.items()}
 
 
-def decode_half(data: bytes) -> Half:
-    """Reads the bytes of `encode_halves`; raises ProtocolError if malformed."""
-    return _cached_half(data) if len(data) <= _CACHED_NBYTES else _HALVES.decode(data)
-
-
-_CACHED_NBYTES = 64 << 10
-_cached_half = lru_cache(maxsize=64)(_HALVES.decode)
+_DECODED = 17  # bytes per encoded byte, as of programs
+decode_half: Callable[[bytes], Half]
+decode_half = WeightedCache[bytes, Half](_HALVES.decode, lambda data, half: _DECODED * len(data), 16 << 20)
+"""Reads the bytes of `encode_halves`; raises ProtocolError if malformed."""

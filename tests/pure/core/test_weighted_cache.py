@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 
-from raycollect.engine.weighted_cache import WeightedCache
+from raycollect.core.weighted_cache import WeightedCache
 
 MOST = 100
 
@@ -29,7 +29,7 @@ class Result:
 
 @pytest.fixture
 def cache() -> WeightedCache[int, Result]:
-    return WeightedCache(Result, lambda result: result.weight, MOST)
+    return WeightedCache(Result, lambda key, result: result.weight, MOST)
 
 
 def weigh() -> int:
@@ -54,12 +54,15 @@ def test_results_that_are_not_used_are_dropped(cache: WeightedCache[int, Result]
 def test_the_weight_is_bounded_for_any_keys(cache: WeightedCache[int, Result]) -> None:
     for key in random.Random(1).choices(range(2 * MOST), k=500):
         assert cache(key).weight == key
-        assert weigh() <= 2 * MOST
+        assert weigh() <= 4 * MOST
 
 
-def test_too_large_a_result_is_not_kept_and_drops_no_other(cache: WeightedCache[int, Result]) -> None:
-    small = cache(MOST)
-    assert cache(MOST + 1) is not cache(MOST + 1)
+def test_of_too_large_results_the_last_one_is_kept_and_drops_no_other(cache: WeightedCache[int, Result]) -> None:
+    small, large = cache(MOST), cache(MOST + 1)
+    assert cache(MOST + 1) is large
+    assert cache(MOST) is small
+    cache(MOST + 2)
+    assert cache(MOST + 1) is not large
     assert cache(MOST) is small
 
 

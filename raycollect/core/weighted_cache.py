@@ -18,11 +18,11 @@ class WeightedCache(Generic[_K, _T]):
 
     Args:
         function: Makes the result of a key; never None.
-        weight: Returns the weight of a result. A single result above `most` is not cached.
+        weight: Returns the weight of a key and its result. Of results above `most`, only the last one is cached.
         most: The bound on the weight of each dict.
     """
 
-    def __init__(self, function: Callable[[_K], _T], weight: Callable[[_T], int], most: int) -> None:
+    def __init__(self, function: Callable[[_K], _T], weight: Callable[[_K, _T], int], most: int) -> None:
         self._function = function
         self._weight = weight
         self._most = most
@@ -40,13 +40,18 @@ class WeightedCache(Generic[_K, _T]):
             self._recent: dict[_K, _T] = {}
             self._earlier: dict[_K, _T] = {}
             self._weighs = 0
+            self._large: tuple[_K, _T] | None = None
 
     def _look_up(self, key: _K) -> _T:
+        large = self._large
+        if large is not None and large[0] == key:
+            return large[1]
         result = self._earlier.get(key)
         if result is None:
             result = self._function(key)
-        weight = self._weight(result)
+        weight = self._weight(key, result)
         if weight > self._most:
+            self._large = key, result
             return result
         with self._lock:
             if self._weighs + weight > self._most:
