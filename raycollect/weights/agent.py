@@ -11,7 +11,7 @@ import asyncio
 import contextvars
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -35,11 +35,12 @@ from raycollect.member.participant import describe, this_participant
 from raycollect.member.runtime import Runtime, this_runtime
 from raycollect.pos import Container, Range, held
 from raycollect.weights.atoms import Layouts
+from raycollect.weights.cut import Atom, Cut, Digests
 from raycollect.weights.directory import Holder, Holders
 from raycollect.weights.exclusion import Exclusion, running_loop
 from raycollect.weights.hosts import Loan
 from raycollect.weights.local_side import LocalSide
-from raycollect.weights.protocol import Atom, Digests, Version, shown_by_all
+from raycollect.weights.protocol import Version, shown_by_all
 from raycollect.weights.receipts import RankReceipt
 from raycollect.weights.receiver import Receiver
 from raycollect.weights.source import WAIT_S, Source
@@ -177,7 +178,7 @@ def seal(
     name: str,
     rank: int,
     version: Version,
-    among: Sequence[Atom] | None,
+    cut: Cut | None,
     attempt: bytes,
     limit_s: float = WAIT_S,
 ) -> tuple[Key, Digests]:
@@ -189,18 +190,16 @@ def seal(
     """
     source, until_s = _source(name, rank, version), time.monotonic() + limit_s
     with source.exclusion.guard():
-        return source.exclusion.run_until(lambda left_s: source.seal(version, among, attempt, left_s), until_s)
+        return source.exclusion.run_until(lambda left_s: source.seal(version, cut, attempt, left_s), until_s)
 
 
 def seal_part(
-    actor: Any, name: str, rank: int, version: Version, among: Sequence[Atom] | None, attempt: bytes, part: object
+    actor: Any, name: str, rank: int, version: Version, cut: Cut | None, attempt: bytes, part: object
 ) -> tuple[Key, Digests]:
     """Calls `Source.seal_part`; raises the errors of `seal`."""
     source, until_s = _source(name, rank, version), time.monotonic() + WAIT_S
     with source.exclusion.guard(), _failing(source, version, attempt, "a part"):
-        return source.exclusion.run_until(
-            lambda left_s: source.seal_part(version, among, attempt, part, left_s), until_s
-        )
+        return source.exclusion.run_until(lambda left_s: source.seal_part(version, cut, attempt, part, left_s), until_s)
 
 
 def seal_parts(
@@ -208,7 +207,7 @@ def seal_parts(
     name: str,
     rank: int,
     version: Version,
-    among: Sequence[Atom] | None,
+    cut: Cut | None,
     attempt: bytes,
     method: str,
     *args: Any,
@@ -220,11 +219,11 @@ def seal_parts(
     """
     source = _source(name, rank, version)
     with source.exclusion.guard(), _failing(source, version, attempt, f"{method!r}"):
-        source.begin(version, among, attempt)  # the method may yield nothing
+        source.begin(version, cut, attempt)  # the method may yield nothing
         sealed: dict[Atom, bytes] = {}
         nbytes, told_s = 0, time.monotonic()
         for part in getattr(actor, method)(*args, **kwargs):
-            key, part_digests = source.seal_part(version, among, attempt, part)
+            key, part_digests = source.seal_part(version, cut, attempt, part)
             sealed.update(part_digests)
             nbytes += source.nbytes(part_digests)
             if nbytes >= TOLD_NBYTES or time.monotonic() - told_s >= TOLD_S:

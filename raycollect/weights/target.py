@@ -1,0 +1,146 @@
+"""One rank's tensors as the target of a version: which atoms lie in them, with which bits; inside the actor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from raycollect.backends.arrays import Array
+from raycollect.backends.elements import convert, converted
+from raycollect.weights import atoms, digests
+from raycollect.weights.atoms import AtomPart, Parts
+from raycollect.weights.cut import NO_CUT, Atom, Cut
+from raycollect.weights.local_side import LocalSide
+
+
+class Target:
+    """The atoms and buckets of a version in the tensors of a rank. `live` are the tensors, as of `LocalSide.live`.
+
+    Args:
+        side: The tensors.
+
+    Attributes:
+        cut: The atoms of a version; versions usually have the same ones.
+        parts: Where those of this rank lie.
+    """
+
+    def __init__(self, side: LocalSide) -> None:
+        self._side = side
+        self.cut: Cut = NO_CUT
+        self.parts: Parts = {}
+        self._whole = frozenset[Atom]()  # the atoms that lie here as one box, or whose members do
+        self._plain: dict[Atom, list[Array]] = {}  # the members of buckets that lie here as they are put
+        # The atoms that were written last: the digest in the version, and those of the parts as they lie here
+        self._written: dict[Atom, tuple[bytes, bytes]] = {}
+
+    def know(self, cut: Cut) -> frozenset[Atom]:
+        """Begins a version with another cut; returns the atoms of both that have not changed."""
+        before, self.cut = self.cut, cut
+        self.parts = atoms.places(self._side.layouts, self._side.rank, cut, whole=False)
+        self._whole = frozenset(atom for atom, parts in self.parts.items() if self._is_whole(atom, parts))
+        same = frozenset(before.atoms) & self.parts.keys() - before.members.keys() - cut.members.keys()
+        self._plain = {}
+        self._written = {atom: written for atom, written in self._written.items() if atom in same}
+        return same
+
+    def _is_whole(self, atom: Atom, parts: Sequence[AtomPart]) -> bool:
+        lies = self.cut.lies.get(atom, (None,))
+        return tuple(part.lies for part in parts) == lies and all(part.box == part.whole for part in parts)
+
+    def boxes(self, atom: Atom, live: list[Array]) -> list[Array] | None:
+        """Returns the box of an atom, or those of the members of a bucket, if they lie here as they are put.
+
+        None: a part of them is not here, or has another element type.
+        """
+        if atom not in self._whole:
+            return None
+        boxes, dtype = [self._side.box(live, part) for part in self.parts[atom]], np.dtype(self.cut.dtypes[atom[0]])
+        return boxes if all(box.dtype == dtype for box in boxes) else None
+
+    def has(self, atom: Atom, digest: bytes, live: list[Array]) -> bool:
+        """Returns whether an atom with this digest was written last, and still lies here."""
+        written = self._written.get(atom)
+        return (
+            written is not None
+            and written[0] == digest
+            and b"".join([digests.digest(self._side.box(live, part)) for part in self.parts[atom]]) == written[1]
+        )
+
+    def lying(self, some: Iterable[Atom], live: list[Array]) -> dict[Atom, bytes]:
+        """Returns the digests of the atoms that lie here as they are put."""
+        every = {atom: self.boxes(atom, live) for atom in some}
+        return {atom: b"".join(map(digests.digest, boxes)) for atom, boxes in every.items() if boxes is not None}
+
+    def digest(self, atom: Atom, array: Array) -> bytes:
+        """Returns the digest of the elements of an atom or bucket."""
+        members = self.cut.lies_as_bytes.get(atom)
+        return digests.digest(array) if members is None else digests.of_members(array, members)
+
+    def land(self, atom: Atom, array: Array, live: list[Array]) -> bytes:
+        """Writes an atom into the tensors, and returns the digest of the written bytes."""
+        pairs = list(self._elements(atom, array, live))
+        if len(pairs) == 1 and pairs[0][1] is array:
+            return digests.copied(*pairs[0])
+        digest = self.digest(atom, array)
+        for box, element in pairs:
+            if digests.copied(box, element) != digests.digest(element):
+                return b""
+        return digest
+
+    def differing(self, atom: Atom, digest: bytes, array: Array, live: list[Array]) -> Sequence[AtomPart]:
+        """Returns the parts of an atom to write, whose bits differ; notes it as written.
+
+        No converted elements are in memory afterwards, and those of one part meanwhile.
+        """
+        parts, before = self.parts[atom], self._written.get(atom)
+        lies = digest
+        is_as_put = before is not None and before[0] == before[1]  # so it is again
+        if not is_as_put and self.boxes(atom, live) is None:
+            lies = b"".join([digests.digest(element) for _, element in self._elements(atom, array, live)])
+        self._written[atom] = digest, lies
+        if before is None or atom not in self._whole:
+            return parts if before is not None or not self._are_here(parts, array, live) else ()
+        if atom not in self.cut.members:
+            return parts  # what was written last is known to differ
+        differ = digests.differing(before[0], digest)
+        return (
+            parts
+            if all(differ)
+            else [
+                part
+                for part, differs in zip(parts, differ, strict=True)
+                if differs or not self._are_here((part,), array, live)
+            ]
+        )
+
+    def write(self, atom: Atom, parts: Sequence[AtomPart], array: Array, live: list[Array]) -> None:
+        """Writes parts of an atom into the tensors."""
+        flat = self._flat(atom, live) if len(parts) == len(self.cut.members.get(atom, ())) else None
+        if flat is None:
+            for part in parts:
+                convert(self._side.box(live, part), part.of(array))
+            return
+        for member, elements in zip(flat, self.cut.lies[atom], strict=True):
+            member[...] = array[elements]
+
+    def _flat(self, atom: Atom, live: list[Array]) -> list[Array] | None:
+        """Returns the members of a bucket as arrays with one dimension; None if some don't lie here as they are put."""
+        flat = self._side.flat(atom, self.parts[atom])
+        if flat is not None and self._plain.get(atom) is not flat:
+            if self.boxes(atom, live) is None:
+                return None
+            self._plain[atom] = flat
+        return flat
+
+    def _are_here(self, parts: Iterable[AtomPart], array: Array, live: list[Array]) -> bool:
+        return all(digests.is_same(*pair) for pair in self._pairs(parts, array, live))
+
+    def _elements(self, atom: Atom, array: Array, live: list[Array]) -> Iterator[tuple[Array, Array]]:
+        return self._pairs(self.parts[atom], array, live)
+
+    def _pairs(self, parts: Iterable[AtomPart], array: Array, live: list[Array]) -> Iterator[tuple[Array, Array]]:
+        """Yields for each part the box of a tensor, and its elements as they are to lie there."""
+        for part in parts:
+            box, element = self._side.box(live, part), part.of(array)
+            yield box, element if box.dtype == element.dtype else converted(element, box.dtype)
