@@ -287,7 +287,9 @@ class VersionTimeoutError(VersionError):
         if not self.missing:
             return "call it again; raise timeout_s if the wait takes longer"
         if self.has_given_up:
-            return "see what holds the lock or reads the tensors; raise timeout_s if that only takes long, and call again"
+            return (
+                "see what holds the lock or reads the tensors; raise timeout_s if that only takes long, and call again"
+            )
         return self.cure
 
 

@@ -37,7 +37,7 @@ from raycollect.pos import Container, Range, held
 from raycollect.weights.atoms import Layouts
 from raycollect.weights.cut import Atom, Cut, Digests
 from raycollect.weights.directory import Holder, Holders
-from raycollect.weights.exclusion import Exclusion, running_loop
+from raycollect.weights.exclusion import Exclusion, OwnProcess, blocking_in_loop, running_loop
 from raycollect.weights.hosts import Loan
 from raycollect.weights.local_side import LocalSide
 from raycollect.weights.protocol import Version, shown_by_all
@@ -79,17 +79,6 @@ def _locked() -> Iterator[_Agents]:
         yield agents
 
 
-@dataclass(frozen=True, slots=True)
-class OwnProcess:
-    """Stands for the actor where a process publishes or subscribes tensors of its own.
-
-    It makes these calls itself, at moments of its choice, so only its lock excludes others. `loop` is the event loop in
-    which it began.
-    """
-
-    loop: asyncio.AbstractEventLoop | None
-
-
 Attached = tuple[Holder, Version | None]
 """The process of a rank, and the version that it shows already by an earlier subscription of the same tensors."""
 
@@ -117,12 +106,16 @@ def _called(function: Callable[..., Any], *args: Any) -> Any:
 def in_own_process(process: OwnProcess, function: Callable[..., Any], *args: Any) -> Any:
     """Calls one of these functions in the calling thread, after the calls of other threads have ended.
 
-    An event loop does not wait to close a side, as the other call may need the loop to release its lock: a helper
-    thread closes the side.
+    An event loop does not wait for them, as they may need it to release a lock. A helper thread closes the side then.
+
+    Raises:
+        UnsupportedError: The caller is in an event loop, and another thread makes a call.
     """
     turn = this_runtime().part(_Agents, _Agents).own_calls
-    never_waits = function in (detach_source, detach_receiver) and running_loop() is not None
-    if never_waits and not turn.acquire(blocking=False):
+    is_in_loop = running_loop() is not None
+    if is_in_loop and not turn.acquire(blocking=False):
+        if function not in (detach_source, detach_receiver):
+            raise blocking_in_loop(process.op)
         context = contextvars.copy_context()
         threads.call_in_helper(threads.survives, partial(context.run, in_own_process, process, function, *args))
         return None
@@ -130,7 +123,7 @@ def in_own_process(process: OwnProcess, function: Callable[..., Any], *args: Any
         with turn:
             return function(process, *args)
     finally:
-        if never_waits:
+        if is_in_loop:
             turn.release()
 
 

@@ -34,9 +34,12 @@ from raycollect.weights.cut import Atom, Cut
 MOST_NBYTES = 16 << 20
 """The most bytes of an atom: an atom with the wrong digest is read again, and an atom may lie in memory twice."""
 
-SMALL_NBYTES, BUCKET_NBYTES, MOST_MEMBERS = 64 << 10, 1 << 20, 512
-"""The most bytes of an atom that lies in a bucket, of a bucket, and the most atoms in it: its members may have to be
-read one by one."""
+SMALL_NBYTES, BUCKET_NBYTES = 64 << 10, 1 << 20
+"""The most bytes of an atom that lies in a bucket, and of a bucket."""
+
+FEWEST_MEMBERS, MOST_MEMBERS = 16, 512
+"""The fewest atoms in a bucket, as a receiver reads all of them where one has changed; and the most, as they may have
+to be read one by one."""
 
 Layouts = Mapping[str, Layout]
 """Layouts by name of the global tensor; a single one has the name ``""``."""
@@ -80,7 +83,7 @@ def _in_buckets(dtypes: Mapping[Atom, str], small: Iterable[Sequence[Atom]], nam
     for same in small:
         nbytes = {(name, box): volume(box) * ITEMSIZES[dtypes[name, box]] for name, box in same}
         for some in batches(same, nbytes.__getitem__, BUCKET_NBYTES, MOST_MEMBERS):
-            if len(some) > 1:
+            if len(some) >= FEWEST_MEMBERS:
                 bucket = f"bucket {next(numbers)}", ((0,), (sum(volume(box) for _, box in some),))
                 members[bucket] = tuple(some)
                 bucket_of |= dict.fromkeys(some, bucket)

@@ -59,14 +59,14 @@ def differing(some: bytes, other: bytes) -> list[bool]:
 
 def gathered(into: Array, boxes: Sequence[Array], members: Iterable[slice]) -> bytes:
     """Copies arrays side by side into a bucket, as `join` does; returns the digests as `of_members` does."""
-    join(into, boxes)
+    join(into, [box.reshape(-1) for box in boxes])
     return of_members(into, members)
 
 
 def join(into: Array, boxes: Sequence[Array]) -> None:
-    """Copies the elements of arrays side by side into a bucket, converted if the element types differ."""
+    """Copies arrays with one dimension side by side into a bucket, converted if the element types differ."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # as `convert`
-        np.concatenate([box.reshape(-1) for box in boxes], out=into, casting="unsafe")
+        np.concatenate(boxes, out=into, casting="unsafe")
 
 
 def is_same(some: Array, other: Array) -> bool:

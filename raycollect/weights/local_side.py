@@ -307,11 +307,11 @@ class LocalSide:
         return array if array.shape == place.size else box_of(array, place.at, place.size)
 
 
-_FORM = attrgetter("shape", "strides", "dtype")
+_FORM = attrgetter("shape", "dtype")
 
 
 def _where(tensors: Sequence[Any]) -> list[Any]:
-    """Returns what `arrays.place_of` does of many tensors, several times as fast for most kinds."""
+    """Returns where many tensors lie, to compare for equality: as `arrays.place_of`, in a fraction of the time."""
     kinds = set(map(type, tensors))
     if kinds == {np.ndarray}:
         with suppress(TypeError, ValueError):  # read-only, empty, with gaps, or of a type without a buffer format

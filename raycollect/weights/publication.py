@@ -38,7 +38,7 @@ from raycollect.weights.protocol import Phase, Version, VersionRound
 from raycollect.weights.ranks import ATTACH_S, Job, Ranks, why_over, wrong_name
 from raycollect.weights.receipts import Receipt
 from raycollect.weights.side import WeightSide
-from raycollect.weights.side_ranks import ranks_of
+from raycollect.weights.side_ranks import OwnRank, ranks_of
 from raycollect.weights.stream import Stream
 from raycollect.weights.subscription import Subscription, update_all
 from raycollect.weights.turns import Turns
@@ -121,7 +121,7 @@ class Publication(WeightSide, BoundToProcess):
         self._nbytes = sum(prod(layout.shape) * layout.itemsize for layout in layouts)
         self._ranks.check()  # before another publication is replaced
         self._directory = VersionDirectory(name)
-        self._turns = Turns(name)
+        self._turns = Turns(name, is_own=isinstance(self._ranks, OwnRank))
         self._check_free()
         self._publisher = ray_actors.describe_process()
         self.epoch: int = 0

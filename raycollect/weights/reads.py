@@ -93,7 +93,7 @@ def _assembled(atom: Atom, pieces: list[Array], *, in_arena: bool) -> Array:
     if len(pieces) == 1 and pieces[0].shape == extent(atom[1]):
         return pieces[0]
     bucket = empty(extent(atom[1]), pieces[0].dtype, in_arena=in_arena)
-    digests.join(bucket, pieces)
+    digests.join(bucket, [piece.reshape(-1) for piece in pieces])
     return bucket
 
 

@@ -305,7 +305,7 @@ class Source:
         boxes = self._side.flat(bucket, parts)
         if boxes is None:
             held = {of: self._side.on_host(of, live[of]) for of in {self._side.tensor(part.name) for part in parts}}
-            boxes = [self._side.box(held, part) for part in parts]
+            boxes = [self._side.box(held, part).reshape(-1) for part in parts]
         spare = self._spare.setdefault(at, [])
         fresh = spare.pop() if spare else empty(extent(bucket[1]), self._cut.dtypes[bucket[0]], in_arena=True)
         digests.join(fresh, boxes)

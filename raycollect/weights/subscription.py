@@ -118,7 +118,7 @@ class Subscription(WeightSide):
             (agent.drop_receiver, self._id),
         )
         self._version = protocol.shown_by_all(self._ranks.shown)
-        self._turns = Turns(name)
+        self._turns = Turns(name, is_own=isinstance(ranks, OwnRank))
         self._places: dict[tuple[bytes, int, bool], tuple[Cut, Atoms]] = {}  # where holders have the atoms of a cut
         self._opened()
 

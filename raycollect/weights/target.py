@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from raycollect.backends.arrays import Array
+from raycollect.backends.arrays import Array, as_bytes
 from raycollect.backends.elements import convert, converted
 from raycollect.weights import atoms, digests
 from raycollect.weights.atoms import AtomPart, Parts
@@ -30,7 +30,7 @@ class Target:
         self.cut: Cut = NO_CUT
         self.parts: Parts = {}
         self._whole = frozenset[Atom]()  # the atoms that lie here as one box, or whose members do
-        self._plain: dict[Atom, list[Array]] = {}  # the members of buckets that lie here as they are put
+        self._plain: dict[Atom, tuple[list[Array], list[memoryview] | None]] = {}  # see `_members`
         # The atoms that were written last: the digest in the version, and those of the parts as they lie here
         self._written: dict[Atom, tuple[bytes, bytes]] = {}
 
@@ -116,22 +116,26 @@ class Target:
 
     def write(self, atom: Atom, parts: Sequence[AtomPart], array: Array, live: list[Array]) -> None:
         """Writes parts of an atom into the tensors."""
-        flat = self._flat(atom, live) if len(parts) == len(self.cut.members.get(atom, ())) else None
-        if flat is None:
+        members = self._members(atom, live) if len(parts) == len(self.cut.members.get(atom, ())) else None
+        if members is None:
             for part in parts:
                 convert(self._side.box(live, part), part.of(array))
             return
-        for member, elements in zip(flat, self.cut.lies[atom], strict=True):
-            member[...] = array[elements]
+        memory = as_bytes(array).data
+        for member, lies in zip(members, self.cut.lies_as_bytes[atom], strict=True):
+            member[:] = memory[lies]
 
-    def _flat(self, atom: Atom, live: list[Array]) -> list[Array] | None:
-        """Returns the members of a bucket as arrays with one dimension; None if some don't lie here as they are put."""
+    def _members(self, atom: Atom, live: list[Array]) -> list[memoryview] | None:
+        """Returns the bytes of the members of a bucket; None if some don't lie here as they are put, without gaps."""
         flat = self._side.flat(atom, self.parts[atom])
-        if flat is not None and self._plain.get(atom) is not flat:
-            if self.boxes(atom, live) is None:
-                return None
-            self._plain[atom] = flat
-        return flat
+        if flat is None:
+            return None
+        of, members = self._plain.get(atom, ([], None))
+        if of is not flat:
+            is_as_put = self.boxes(atom, live) is not None
+            members = [as_bytes(member).data for member in flat] if is_as_put else None
+            self._plain[atom] = flat, members
+        return members
 
     def _are_here(self, parts: Iterable[AtomPart], array: Array, live: list[Array]) -> bool:
         return all(digests.is_same(*pair) for pair in self._pairs(parts, array, live))

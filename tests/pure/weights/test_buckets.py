@@ -28,7 +28,7 @@ from tests.pure.weights.sides import HERE
 from tests.support.values import replace
 
 RANKS = 2
-DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "int64": np.int64}
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 SHAPES = [(), (1,), (7, 5), (3, 4), (0, 2), (130, 2), (200, 100)]  # the last one is too large for a bucket
 SPECS = {"whole": (), "rows": ("tp",), "columns": (None, "tp")}
 
@@ -43,7 +43,7 @@ def _layouts(specs: dict[str, str], shapes: dict[str, tuple[int, ...]], dtypes: 
 class World:
     """A publisher of two ranks, its tensors of which each has a share, and receivers."""
 
-    def __init__(self, here: Any, seed: int, count: int = 23) -> None:
+    def __init__(self, here: Any, seed: int, count: int = 260) -> None:
         self.here, self.random, self.count = here, np.random.default_rng(seed), 0
         self.names = [f"t{number}" for number in range(count)]
         pick = self.random.choice
@@ -92,6 +92,7 @@ class World:
             holder = structs.replace(HERE, address=self.here.address, rank=rank, key=key)
             holders.append((holder, atoms.served_places(self.layouts, rank, cut)))
         assert digests.keys() == set(cut.atoms)
+        assert cut.members
         return replace(version, digests=digests), holders
 
     def receiver(self, layouts: dict[str, Any], rank: int, mine: dict[str, Any], *, inplace: bool = False) -> Receiver:
@@ -191,7 +192,7 @@ def test_other_bits_in_a_bucket_are_an_error_and_methods_see_the_old_ones(here):
 
 
 def test_a_bucket_of_which_nothing_has_changed_is_not_copied_and_an_unchanged_member_is_not_written(here):
-    names = [f"t{number}" for number in range(9)]
+    names = [f"t{number}" for number in range(19)]
     shapes, dtypes = dict.fromkeys(names, (4, 3)), dict.fromkeys(names, "float32")
     world = World(here, 1)
     world.names, world.shapes, world.dtypes = names, shapes, dtypes
@@ -204,7 +205,7 @@ def test_a_bucket_of_which_nothing_has_changed_is_not_copied_and_an_unchanged_me
     receiver = world.receiver(world.layouts, 0, mine)
     world.step(names)
     version, holders = world.put(world.layouts)
-    assert receiver.stage(version, holders, 10.0).nbytes == 9 * 48
+    assert receiver.stage(version, holders, 10.0).nbytes == 19 * 48
     assert receiver.show(version)
     where = [array.ctypes.data for array in here.store.look(holders[0][0].key).tensors]
     written = {name: mine[name]._version for name in names}
@@ -215,13 +216,13 @@ def test_a_bucket_of_which_nothing_has_changed_is_not_copied_and_an_unchanged_me
     world.step(names[2:4])
     version, holders = world.put(world.layouts)
     assert [array.ctypes.data for array in here.store.look(holders[0][0].key).tensors] != where
-    assert receiver.stage(version, holders, 10.0).nbytes == 9 * 48
+    assert receiver.stage(version, holders, 10.0).nbytes == 19 * 48
     assert receiver.show(version)
     assert [name for name in names if mine[name]._version > written[name]] == names[2:4]
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(0, 10**6), st.integers(0, 2), st.integers(1, 60))
+@given(st.integers(0, 10**6), st.integers(0, 2), st.integers(1, 200))
 def test_small_atoms_of_one_dtype_and_of_the_same_ranks_share_a_bucket(seed, readers, count):
     random = np.random.default_rng(seed)
     names = [f"bucket {number}" for number in range(count)]
@@ -248,7 +249,7 @@ def test_small_atoms_of_one_dtype_and_of_the_same_ranks_share_a_bucket(seed, rea
 
 
 def test_a_bucket_has_at_most_so_many_bytes_and_members():
-    sizes = [1] * (atoms.MOST_MEMBERS + 1) + [atoms.SMALL_NBYTES // 4] * 20 + [atoms.SMALL_NBYTES // 4 + 1]
+    sizes = [1] * (atoms.MOST_MEMBERS + 1) + [atoms.SMALL_NBYTES // 4] * 31 + [atoms.SMALL_NBYTES // 4 + 1]
     src = {f"t{at:04}": col.layout([size], mesh={"rank": 1}) for at, size in enumerate(sizes)}
     cut = atoms.cut(src, [], in_buckets=True)
     assert all(cut.nbytes([bucket]) <= atoms.BUCKET_NBYTES for bucket in cut.members)

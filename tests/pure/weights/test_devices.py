@@ -17,6 +17,7 @@ from raycollect.errors import (
 from raycollect.planner.layout import layout
 from raycollect.pos import Container
 from raycollect.weights import agent, atoms
+from raycollect.weights.exclusion import OwnProcess
 from raycollect.weights.local_side import LocalSide
 from raycollect.weights.receiver import Receiver
 from raycollect.weights.source import Source
@@ -200,7 +201,7 @@ def test_what_does_not_fit_is_refused(here, fake):
         receiver(here, overlapping)
     LocalSide("publish", Container.of(overlapping, arrays.is_tensor), LAYOUTS, 0, is_written=False)
     here.store.put(KEY, Container.of(held(fake, 0, "gpu", "host", "host"), arrays.is_tensor))
-    asked = agent.OwnProcess(None), "subscribe", KEY, LAYOUTS, 0, None
+    asked = OwnProcess(None), "subscribe", KEY, LAYOUTS, 0, None
     agent.check_side(*asked, False)
     with pytest.raises(UnsupportedError):
         agent.check_side(*asked, True)

@@ -33,6 +33,7 @@ from raycollect.errors import (
 from raycollect.planner.layout import layout
 from raycollect.pos import Container
 from raycollect.weights import agent, atoms
+from raycollect.weights.exclusion import OwnProcess
 from raycollect.weights.ranks import Ranks
 from raycollect.weights.receiver import Receiver
 from raycollect.weights.side_ranks import ActorRanks
@@ -305,7 +306,7 @@ def test_in_place_what_others_write_before_the_commit_is_not_shown(here):
     assert dst.stage(whole, [holder(key)], 1.0).nbytes == NBYTES
 
 
-OWN = agent.OwnProcess(None)
+OWN = OwnProcess(None)
 
 
 @pytest.fixture
