@@ -15,14 +15,12 @@ from typing import Any
 from raycollect.core.codec import Codec
 from raycollect.planner.boxes import Box, volume, words
 from raycollect.planner.layout import ITEMSIZES
+from raycollect.weights import digests
 
 Atom = tuple[str, Box]
 """A part of a tensor with a digest of its own: the tensor's name, and a box of it. Or a bucket of such parts."""
 
 Digests = Mapping[Atom, bytes]
-
-DIGEST_NBYTES = 16
-"""The bytes of a digest of one atom."""
 
 _COMPRESSED_NBYTES = 32 << 10
 
@@ -104,11 +102,10 @@ class Cut:
 
     def differing(self, atom: Atom, some: bytes, other: bytes) -> Atom:
         """Returns the first member of a bucket whose digests differ, or the atom itself."""
-        for at, member in enumerate(self.members.get(atom, ())):
-            of_member = slice(at * DIGEST_NBYTES, (at + 1) * DIGEST_NBYTES)
-            if some[of_member] != other[of_member]:
-                return member
-        return atom
+        if atom not in self.members or len(some) != len(other):
+            return atom
+        pairs = zip(self.members[atom], digests.differing(some, other), strict=True)
+        return next((member for member, differs in pairs if differs), atom)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Cut) and self.packed == other.packed)

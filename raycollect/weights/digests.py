@@ -16,6 +16,9 @@ import xxhash
 from raycollect.backends.arrays import Array, as_bytes
 from raycollect.backends.elements import convert
 
+NBYTES = 16
+"""The bytes of a digest."""
+
 _CHUNK_NBYTES = 512 << 10
 
 
@@ -44,23 +47,27 @@ def copied(into: Array, array: Array) -> bytes:
     return bytes(state.digest())
 
 
-def of_members(bucket: Array, members: Iterable[slice]) -> bytes:
-    """Returns the digests of the members of a bucket, one after the other; `members` are slices of its bytes."""
+def of_bucket(bucket: Array, members: Iterable[slice]) -> bytes:
+    """Returns the digests of the members of a bucket, and then that of all of it; `members` are slices of its bytes."""
     memory = as_bytes(bucket).data
-    return b"".join([xxhash.xxh3_128_digest(memory[member]) for member in members])
+    return b"".join([*(xxhash.xxh3_128_digest(memory[member]) for member in members), xxhash.xxh3_128_digest(memory)])
+
+
+def of_whole(digest: bytes) -> bytes:
+    """Returns the digest of all elements, given that of an atom or bucket."""
+    return digest[-NBYTES:]
+
+
+def of_parts(digest: bytes) -> bytes:
+    """Returns the digests of the members, given that of a bucket; that of another atom as it is."""
+    return digest[:-NBYTES] or digest
 
 
 def differing(some: bytes, other: bytes) -> list[bool]:
     """Returns for each member of a bucket whether its digests differ."""
-    words = np.frombuffer(some, np.uint64) != np.frombuffer(other, np.uint64)
+    words = np.frombuffer(of_parts(some), np.uint64) != np.frombuffer(of_parts(other), np.uint64)
     differ: list[bool] = words.reshape(-1, 2).any(axis=1).tolist()
     return differ
-
-
-def gathered(into: Array, boxes: Sequence[Array], members: Iterable[slice]) -> bytes:
-    """Copies arrays side by side into a bucket, as `join` does; returns the digests as `of_members` does."""
-    join(into, [box.reshape(-1) for box in boxes])
-    return of_members(into, members)
 
 
 def join(into: Array, boxes: Sequence[Array]) -> None:

@@ -128,9 +128,12 @@ def deltas(
     copies = {}
     for atom, boxes in lying.items():
         copy = empty(extent(atom[1]), boxes[0].dtype, in_arena=in_arena)
-        members = cut.lies_as_bytes.get(atom)
-        digest = digests.copied(copy, *boxes) if members is None else digests.gathered(copy, boxes, members)
-        if digest == before[atom]:
+        if atom in cut.members:
+            digests.join(copy, [box.reshape(-1) for box in boxes])
+            digest = digests.digest(copy)
+        else:
+            digest = digests.copied(copy, boxes[0])
+        if digest == digests.of_whole(before[atom]):
             copies[atom] = copy
     if not copies:
         return {}, 0

@@ -286,7 +286,7 @@ class Receiver:
 
     def _lying(self, live: list[Array]) -> dict[Atom, bytes]:
         """Recomputes the digests of landed atoms that lie as they were put: others may have overwritten them."""
-        return self._target.lying((atom for atom in self._target.parts if atom in self.state.landed), live)
+        return self._target.lying(self.state.landed, live)
 
     def _know(self, cut: Cut) -> None:
         if self._target.cut != cut:
@@ -344,12 +344,11 @@ class Receiver:
         borrowed = reads.whole(self._target.cut, holder, places, some, limit_s, in_arena=self._lends)
         try:
             for atom, array in zip(some, borrowed.arrays, strict=True):
-                if borrowed.is_lent and self._checked.get(atom) == (holder.key, self.state.wanted[atom]):
-                    landed[atom] = self.state.wanted[atom]
+                wanted = self.state.wanted[atom]
+                if borrowed.is_lent and self._checked.get(atom) == (holder.key, wanted):
+                    landed[atom] = wanted
                 else:
-                    landed[atom] = (
-                        self._target.land(atom, array, live) if self.inplace else self._target.digest(atom, array)
-                    )
+                    landed[atom] = self._landed(atom, array, live)
                     read += array.nbytes
         except BaseException:
             borrowed.close()
@@ -396,15 +395,21 @@ class Receiver:
             arrays, nbytes = reads.deltas(
                 target.cut, holder, places, since, before, bases, limit_s, in_arena=self._lends
             )
-            if self.inplace:
-                return Arrived({}, {atom: target.land(atom, array, live) for atom, array in arrays.items()}, nbytes)
-            return Arrived(arrays, {atom: target.digest(atom, array) for atom, array in arrays.items()}, nbytes)
+            landed = {atom: self._landed(atom, array, live) for atom, array in arrays.items()}
+            return Arrived({} if self.inplace else arrays, landed, nbytes)
 
         arrived = reads.in_threads(get, self._batches(lying, READ_NBYTES // reads.READERS, places))
         for some in arrived:
             self.state = protocol.land(self.state, version, some.landed)
             self._next |= {atom: it for atom, it in some.arrays.items() if some.landed[atom] == self.state.wanted[atom]}
         return sum(some.nbytes for some in arrived)
+
+    def _landed(self, atom: Atom, array: Array, live: list[Array]) -> bytes:
+        """Returns the recomputed digest of an atom that has arrived; writes it in place."""
+        wanted = self.state.wanted[atom]
+        return (
+            self._target.land(atom, wanted, array, live) if self.inplace else self._target.digest(atom, wanted, array)
+        )
 
     def _hold(self, holder: Holder, borrowed: Borrowed, some: list[Atom], right: list[Atom]) -> None:
         """Keeps verified atoms until methods see them."""

@@ -315,7 +315,7 @@ class Source:
             spare.append(fresh)
             return before.sealed[bucket]
         filling.slot.copies[at] = fresh
-        return digests.of_members(fresh, self._cut.lies_as_bytes[bucket])
+        return digests.of_bucket(fresh, self._cut.lies_as_bytes[bucket])
 
     def _wrong(self, version: Version, detail: str) -> VersionNotPutError:
         who = self._here.actor

@@ -10,7 +10,7 @@ from raycollect.backends.arrays import Array, as_bytes
 from raycollect.backends.elements import convert, converted
 from raycollect.weights import atoms, digests
 from raycollect.weights.atoms import AtomPart, Parts
-from raycollect.weights.cut import NO_CUT, Atom, Cut
+from raycollect.weights.cut import NO_CUT, Atom, Cut, Digests
 from raycollect.weights.local_side import LocalSide
 
 
@@ -67,22 +67,28 @@ class Target:
             and b"".join([digests.digest(self._side.box(live, part)) for part in self.parts[atom]]) == written[1]
         )
 
-    def lying(self, some: Iterable[Atom], live: list[Array]) -> dict[Atom, bytes]:
-        """Returns the digests of the atoms that lie here as they are put."""
-        every = {atom: self.boxes(atom, live) for atom in some}
-        return {atom: b"".join(map(digests.digest, boxes)) for atom, boxes in every.items() if boxes is not None}
+    def lying(self, landed: Digests, live: list[Array]) -> dict[Atom, bytes]:
+        """Recomputes the digests of those of these atoms that lie here as they are put."""
+        lying = {}
+        for atom, digest in landed.items():
+            if atom in self.parts and (boxes := self.boxes(atom, live)) is not None:
+                parts = b"".join(map(digests.digest, boxes))
+                lying[atom] = digest if parts == digests.of_parts(digest) else parts
+        return lying
 
-    def digest(self, atom: Atom, array: Array) -> bytes:
-        """Returns the digest of the elements of an atom or bucket."""
-        members = self.cut.lies_as_bytes.get(atom)
-        return digests.digest(array) if members is None else digests.of_members(array, members)
+    def digest(self, atom: Atom, wanted: bytes, array: Array) -> bytes:
+        """Recomputes the digest of the elements of an atom or bucket, of which `wanted` is the right one."""
+        whole = digests.digest(array)
+        if whole == digests.of_whole(wanted):
+            return wanted
+        return digests.of_bucket(array, self.cut.lies_as_bytes[atom]) if atom in self.cut.members else whole
 
-    def land(self, atom: Atom, array: Array, live: list[Array]) -> bytes:
-        """Writes an atom into the tensors, and returns the digest of the written bytes."""
+    def land(self, atom: Atom, wanted: bytes, array: Array, live: list[Array]) -> bytes:
+        """Writes an atom into the tensors, and returns the digest of the written bytes; see `digest`."""
         pairs = list(self._elements(atom, array, live))
         if len(pairs) == 1 and pairs[0][1] is array:
             return digests.copied(*pairs[0])
-        digest = self.digest(atom, array)
+        digest = self.digest(atom, wanted, array)
         for box, element in pairs:
             if digests.copied(box, element) != digests.digest(element):
                 return b""
@@ -94,8 +100,8 @@ class Target:
         No converted elements are in memory afterwards, and those of one part meanwhile.
         """
         parts, before = self.parts[atom], self._written.get(atom)
-        lies = digest
-        is_as_put = before is not None and before[0] == before[1]  # so it is again
+        lies = digests.of_parts(digest)
+        is_as_put = before is not None and digests.of_parts(before[0]) == before[1]  # so it is again
         if not is_as_put and self.boxes(atom, live) is None:
             lies = b"".join([digests.digest(element) for _, element in self._elements(atom, array, live)])
         self._written[atom] = digest, lies
