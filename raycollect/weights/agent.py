@@ -35,7 +35,7 @@ from raycollect.member.participant import describe, this_participant
 from raycollect.member.runtime import Runtime, this_runtime
 from raycollect.pos import Container, Range, held
 from raycollect.weights.atoms import Layouts
-from raycollect.weights.cut import Atom, Cut, Digests
+from raycollect.weights.cut import Atom, Digests, VersionCut
 from raycollect.weights.directory import Holder, Holders
 from raycollect.weights.exclusion import Exclusion, OwnProcess, blocking_in_loop, running_loop
 from raycollect.weights.hosts import Loan
@@ -171,7 +171,7 @@ def seal(
     name: str,
     rank: int,
     version: Version,
-    cut: Cut | None,
+    cut: VersionCut | None,
     attempt: bytes,
     limit_s: float = WAIT_S,
 ) -> tuple[Key, Digests]:
@@ -187,7 +187,7 @@ def seal(
 
 
 def seal_part(
-    actor: Any, name: str, rank: int, version: Version, cut: Cut | None, attempt: bytes, part: object
+    actor: Any, name: str, rank: int, version: Version, cut: VersionCut | None, attempt: bytes, part: object
 ) -> tuple[Key, Digests]:
     """Calls `Source.seal_part`; raises the errors of `seal`."""
     source, until_s = _source(name, rank, version), time.monotonic() + WAIT_S
@@ -200,7 +200,7 @@ def seal_parts(
     name: str,
     rank: int,
     version: Version,
-    cut: Cut | None,
+    cut: VersionCut | None,
     attempt: bytes,
     method: str,
     *args: Any,

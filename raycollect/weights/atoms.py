@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from itertools import count
 from math import prod
 
-from raycollect.backends.arrays import Array, box_of
 from raycollect.errors import Violation, wrong_layout
 from raycollect.planner.boxes import (
     Box,
@@ -29,7 +28,7 @@ from raycollect.planner.boxes import (
 from raycollect.planner.layout import ITEMSIZES, Layout, Region
 from raycollect.planner.reshard.matching import fused_faults, objection
 from raycollect.planner.reshard.request import local_tensors
-from raycollect.weights.cut import Atom, Cut
+from raycollect.weights.cut import Atom, VersionCut
 
 MOST_NBYTES = 16 << 20
 """The most bytes of an atom: an atom with the wrong digest is read again, and an atom may lie in memory twice."""
@@ -48,7 +47,7 @@ _Sharers = frozenset[tuple[int, int]]
 """The ranks that have or need an atom: the number of the side, and the rank in it."""
 
 
-def cut(src: Layouts, others: Iterable[Layouts], *, in_buckets: bool = False) -> Cut:
+def cut(src: Layouts, others: Iterable[Layouts], *, in_buckets: bool = False) -> VersionCut:
     """Cuts the tensors of a publication, in order of the names; with `in_buckets`, small atoms lie in buckets."""
     sides = [src, *others]
     pieces_of: dict[object, list[tuple[Box, _Sharers]]] = {}
@@ -72,10 +71,10 @@ def cut(src: Layouts, others: Iterable[Layouts], *, in_buckets: bool = False) ->
             dtypes[name, box] = layout.dtype
             if in_buckets and volume(box) * layout.itemsize <= SMALL_NBYTES:
                 small.setdefault((layout.dtype, sharers), []).append((name, box))
-    return _in_buckets(dtypes, small.values(), src.keys()) if small else Cut(dtypes, {})
+    return _in_buckets(dtypes, small.values(), src.keys()) if small else VersionCut(dtypes, {})
 
 
-def _in_buckets(dtypes: Mapping[Atom, str], small: Iterable[Sequence[Atom]], names: Collection[str]) -> Cut:
+def _in_buckets(dtypes: Mapping[Atom, str], small: Iterable[Sequence[Atom]], names: Collection[str]) -> VersionCut:
     """Returns a cut in which atoms that may lie in one bucket do, each bucket in place of its first member."""
     numbers = (number for number in count() if f"bucket {number}" not in names)
     bucket_of: dict[Atom, Atom] = {}
@@ -87,7 +86,7 @@ def _in_buckets(dtypes: Mapping[Atom, str], small: Iterable[Sequence[Atom]], nam
                 bucket = f"bucket {next(numbers)}", ((0,), (sum(volume(box) for _, box in some),))
                 members[bucket] = tuple(some)
                 bucket_of |= dict.fromkeys(some, bucket)
-    return Cut({bucket_of.get(atom, atom): dtype for atom, dtype in dtypes.items()}, members)
+    return VersionCut({bucket_of.get(atom, atom): dtype for atom, dtype in dtypes.items()}, members)
 
 
 def source_faults(src: Layouts) -> Iterator[Violation]:
@@ -145,21 +144,12 @@ class AtomPart:
     size: Point
     lies: slice | None = None
 
-    def of(self, array: Array) -> Array:
-        """Returns this part of the elements of the atom or bucket."""
-        if self.lies is not None:
-            array = array[self.lies].reshape(self.size if self.box == self.whole else extent(self.whole))
-        if self.box == self.whole:
-            return array
-        lo, _ = moved(self.box, self.whole[0], (0,) * array.ndim)
-        return box_of(array, lo, self.size)
-
 
 Parts = dict[Atom, tuple[AtomPart, ...]]
 """The atoms and buckets that lie on a rank, and where."""
 
 
-def places(layouts: Layouts, rank: int, cut: Cut, *, whole: bool) -> Parts:
+def places(layouts: Layouts, rank: int, cut: VersionCut, *, whole: bool) -> Parts:
     """Returns where atoms and buckets lie on a rank; with `whole`, only atoms that lie there as one box.
 
     A bucket then has all of its members there as one box each.
@@ -212,7 +202,7 @@ Piece = tuple[int, Point, Point]
 """Where elements lie in what a holder serves: the index of the array, their first one in it, and their extent."""
 
 
-def served_places(layouts: Layouts, rank: int, cut: Cut) -> dict[Atom, tuple[Piece, ...]]:
+def served_places(layouts: Layouts, rank: int, cut: VersionCut) -> dict[Atom, tuple[Piece, ...]]:
     """Returns the atoms that a rank of the publisher serves.
 
     It serves copies of the tensors that have atoms of their own, in order, and then the buckets.
@@ -227,7 +217,7 @@ def served_places(layouts: Layouts, rank: int, cut: Cut) -> dict[Atom, tuple[Pie
     }
 
 
-def held_places(layouts: Layouts, rank: int, cut: Cut) -> dict[Atom, tuple[Piece, ...]]:
+def held_places(layouts: Layouts, rank: int, cut: VersionCut) -> dict[Atom, tuple[Piece, ...]]:
     """Returns the atoms that lie in a rank's tensors; of a bucket, where each of its members lies.
 
     Those of other element types than in the version are left out.

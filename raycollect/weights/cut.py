@@ -15,12 +15,14 @@ from typing import Any
 from raycollect.core.codec import Codec
 from raycollect.planner.boxes import Box, volume, words
 from raycollect.planner.layout import ITEMSIZES
-from raycollect.weights import digests
 
 Atom = tuple[str, Box]
 """A part of a tensor with a digest of its own: the tensor's name, and a box of it. Or a bucket of such parts."""
 
 Digests = Mapping[Atom, bytes]
+
+DIGEST_NBYTES = 16
+"""The bytes of a digest of one atom."""
 
 _COMPRESSED_NBYTES = 32 << 10
 
@@ -29,7 +31,7 @@ _Packed = tuple[tuple[str, str, Box, tuple[Atom, ...]], ...]
 _CUTS = Codec[_Packed](_Packed, "cut of a version", long_nbytes=_COMPRESSED_NBYTES)
 
 
-class Cut:
+class VersionCut:
     """The atoms of a version; pickled as bytes that are decoded once per process.
 
     Args:
@@ -52,7 +54,7 @@ class Cut:
 
     @staticmethod
     @lru_cache(maxsize=16)
-    def unpack(packed: bytes) -> Cut:
+    def unpack(packed: bytes) -> VersionCut:
         """Reads the bytes of `packed`.
 
         Raises:
@@ -60,7 +62,7 @@ class Cut:
         """
         atoms = _CUTS.decode(packed)
         members = {(name, box): some for name, _, box, some in atoms if some}
-        cut = Cut({(name, box): dtype for name, dtype, box, _ in atoms}, members)
+        cut = VersionCut({(name, box): dtype for name, dtype, box, _ in atoms}, members)
         cut.packed = packed
         return cut
 
@@ -102,27 +104,28 @@ class Cut:
 
     def differing(self, atom: Atom, some: bytes, other: bytes) -> Atom:
         """Returns the first member of a bucket whose digests differ, or the atom itself."""
-        if atom not in self.members or len(some) != len(other):
-            return atom
-        pairs = zip(self.members[atom], digests.differing(some, other), strict=True)
-        return next((member for member, differs in pairs if differs), atom)
+        for at, member in enumerate(self.members.get(atom, ())):
+            of_member = slice(at * DIGEST_NBYTES, (at + 1) * DIGEST_NBYTES)
+            if some[of_member] != other[of_member]:
+                return member
+        return atom
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Cut) and self.packed == other.packed)
+        return self is other or (isinstance(other, VersionCut) and self.packed == other.packed)
 
     def __hash__(self) -> int:
         return hash(self.packed)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Cut.unpack, (self.packed,)
+        return VersionCut.unpack, (self.packed,)
 
     def __repr__(self) -> str:
-        return f"<Cut, {len(self.atoms)} atoms, {len(self.members)} of them buckets>"
+        return f"<VersionCut, {len(self.atoms)} atoms, {len(self.members)} of them buckets>"
 
 
 def _slices(sizes: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True))
 
 
-NO_CUT = Cut({}, {})
+NO_CUT = VersionCut({}, {})
 """Stands for a cut that is not sent again, or not known yet."""

@@ -15,9 +15,7 @@ import xxhash
 
 from raycollect.backends.arrays import Array, as_bytes
 from raycollect.backends.elements import convert
-
-NBYTES = 16
-"""The bytes of a digest."""
+from raycollect.weights.cut import DIGEST_NBYTES
 
 _CHUNK_NBYTES = 512 << 10
 
@@ -55,12 +53,12 @@ def of_bucket(bucket: Array, members: Iterable[slice]) -> bytes:
 
 def of_whole(digest: bytes) -> bytes:
     """Returns the digest of all elements, given that of an atom or bucket."""
-    return digest[-NBYTES:]
+    return digest[-DIGEST_NBYTES:]
 
 
 def of_parts(digest: bytes) -> bytes:
     """Returns the digests of the members, given that of a bucket; that of another atom as it is."""
-    return digest[:-NBYTES] or digest
+    return digest[:-DIGEST_NBYTES] or digest
 
 
 def differing(some: bytes, other: bytes) -> list[bool]:

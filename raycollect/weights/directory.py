@@ -34,7 +34,7 @@ from raycollect.planner.layout import Layout
 from raycollect.ray_bridge import ray_cluster, ray_session
 from raycollect.ray_bridge.ray_cluster import KeyValueStore
 from raycollect.weights.atoms import Layouts, Piece
-from raycollect.weights.cut import Atom, Cut
+from raycollect.weights.cut import Atom, VersionCut
 from raycollect.weights.protocol import Version
 
 _ROOT = "weights/"
@@ -261,7 +261,7 @@ class VersionDirectory(_Records):
         if packed is None:
             return None
         values = dict(zip([field.name for field in fields(Version)], _VERSIONS.decode(packed), strict=False))
-        return Version(**{**values, "cut": Cut.unpack(values["cut"])})
+        return Version(**{**values, "cut": VersionCut.unpack(values["cut"])})
 
     def latest(self) -> Version | None:
         """Returns the newest version; None if no version was put."""

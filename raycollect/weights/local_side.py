@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from ctypes import addressof, c_char
-from operator import attrgetter
+from operator import attrgetter, eq
 from typing import Any, cast
 
 import numpy as np
@@ -66,7 +65,8 @@ class LocalSide:
         self._container = container
         self._modules: ModuleTensors | None = None
         self._ranges: list[Range] | None = None
-        self._seen: tuple[list[Any], list[Any]] = [], []  # where the tensors were in the last `live`, and its result
+        self._addresses: _Addresses | None = None  # where the tensors were in the last `live`
+        self._views: list[Any] = []  # its result
         self._flat: dict[Atom, tuple[Sequence[AtomPart], list[Array] | None]] = {}  # by bucket, of these tensors
         self._copies: dict[int, Array] = {}  # of tensors on devices that are written, by tensor
         infos = tuple(map(arrays.describe, container.tensors))
@@ -141,6 +141,7 @@ class LocalSide:
             raise refusal(self._op, "", (changed,))
         if now is not self._container:
             before, self._container = self._container, now
+            self._addresses = None
             if unfit := self._unfit():
                 self._container = before
                 raise refusal(self._op, "", tuple(unfit))
@@ -149,10 +150,10 @@ class LocalSide:
             keys = [f"tensor {self._tensors[at].key!r}" for at in replaced]
             wrong = [Violation(kind="replaced", rank=self.rank, field=key, found=what) for key in keys]
             raise refusal(self._op, "", tuple(wrong))
-        where = [] if self.is_staged else _where(self.owners())
-        if where and where == self._seen[0]:
-            live = self._seen[1]
-            return live if self._is_written else [self._view(at) if it is None else it for at, it in enumerate(live)]
+        if self._addresses is not None and self._addresses.are_same():
+            views = self._views
+            return views if self._is_written else [self._view(at) if it is None else it for at, it in enumerate(views)]
+        self._addresses = None
         held = self._arrays()
         self._ranges = None
         others = [
@@ -172,8 +173,9 @@ class LocalSide:
             for at, (array, tensor) in enumerate(zip(held, self._tensors, strict=True))
         ]
         # A publisher keeps no large tensor alive that its actor replaces; a receiver serves them anyway
-        kept = live if self._is_written else [array if array.nbytes <= _KEPT_NBYTES else None for array in live]
-        self._seen, self._flat = (where, kept), {}
+        self._views = live if self._is_written else [it if it.nbytes <= _KEPT_NBYTES else None for it in live]
+        self._addresses = None if self.is_staged else _Addresses(self.owners())
+        self._flat.clear()
         return live
 
     def _view(self, at: int) -> Array:
@@ -195,9 +197,9 @@ class LocalSide:
         """
         of, flat = self._flat.get(bucket, ((), None))
         if of is not parts:
-            kept = self._seen[1]
-            is_kept = not self.is_staged and all(kept[self._at[part.name]] is not None for part in parts)
-            boxes = [self.box(kept, part) for part in parts] if is_kept else []
+            views = self._views
+            is_here = not self.is_staged and all(views[self._at[part.name]] is not None for part in parts)
+            boxes = [self.box(views, part) for part in parts] if is_here else []
             flat = [box.reshape(-1) for box in boxes] if all(box.flags.c_contiguous for box in boxes) else None
             self._flat[bucket] = parts, flat or None
         return flat or None
@@ -307,22 +309,48 @@ class LocalSide:
         return array if array.shape == place.size else box_of(array, place.at, place.size)
 
 
+class _Addresses:
+    """Where tensors lie, in the terms of `arrays.place_of`, which takes several times as long for many of them.
+
+    Looking creates no lasting objects, as the collector of garbage would walk through all of them.
+    """
+
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        self._tensors = tensors
+        self._look = self._looks_at_any
+        torch, kinds = sys.modules.get("torch"), set(map(type, tensors))
+        if kinds == {np.ndarray}:
+            self._look = self._looks_at_numpy
+        elif torch is not None and kinds <= {torch.Tensor, torch.nn.Parameter}:
+            dtypes = {tensor.dtype for tensor in tensors}
+            is_real = not any(dtype.is_complex for dtype in dtypes)  # others may be conjugated where they lie
+            self._look = self._looks_at_torch if is_real else self._looks_at_any
+        try:
+            self._seen = list(map(list, self._look()))
+        except (TypeError, ValueError):  # read-only, empty, with gaps, or of a type without a buffer format
+            self._look = self._looks_at_any
+            self._seen = list(map(list, self._look()))
+
+    def _looks_at_numpy(self) -> tuple[Iterator[Any], ...]:
+        return map(addressof, map(c_char.from_buffer, self._tensors)), map(_FORM, self._tensors)
+
+    def _looks_at_torch(self) -> tuple[Iterator[Any], ...]:
+        tensor = sys.modules["torch"].Tensor
+        of_each = tensor.data_ptr, tensor.stride, tensor.numel, attrgetter("dtype")
+        return tuple(map(function, self._tensors) for function in of_each)
+
+    def _looks_at_any(self) -> tuple[Iterator[Any], ...]:
+        return (map(arrays.place_of, self._tensors),)
+
+    def are_same(self) -> bool:
+        """Returns whether the tensors lie where they did."""
+        try:
+            return all(all(map(eq, before, now)) for before, now in zip(self._seen, self._look(), strict=True))
+        except (TypeError, ValueError):
+            return False
+
+
 _FORM = attrgetter("shape", "dtype")
-
-
-def _where(tensors: Sequence[Any]) -> list[Any]:
-    """Returns where many tensors lie, to compare for equality: as `arrays.place_of`, in a fraction of the time."""
-    kinds = set(map(type, tensors))
-    if kinds == {np.ndarray}:
-        with suppress(TypeError, ValueError):  # read-only, empty, with gaps, or of a type without a buffer format
-            return [list(map(addressof, map(c_char.from_buffer, tensors))), list(map(_FORM, tensors))]
-    torch = sys.modules.get("torch")
-    if torch is not None and kinds <= {torch.Tensor, torch.nn.Parameter}:
-        tensor, dtypes = torch.Tensor, [each.dtype for each in tensors]
-        if not any(dtype.is_complex for dtype in set(dtypes)):  # they may be conjugated in place
-            of_each = tensor.data_ptr, tensor.stride, tensor.numel
-            return [dtypes, *(list(map(function, tensors)) for function in of_each)]
-    return list(map(arrays.place_of, tensors))
 
 
 def _transfer(target: Array | DeviceArray, source: Array | DeviceArray) -> None:

@@ -26,7 +26,7 @@ import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from raycollect.weights.cut import NO_CUT, Atom, Cut, Digests
+from raycollect.weights.cut import NO_CUT, Atom, Digests, VersionCut
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -53,7 +53,7 @@ class Version:
     signature: bytes = field(default=b"", compare=False, repr=False)
     nbytes: int = field(default=0, compare=False)
     digests: Digests = field(default_factory=dict, compare=False, repr=False)
-    cut: Cut = field(default=NO_CUT, compare=False, repr=False)
+    cut: VersionCut = field(default=NO_CUT, compare=False, repr=False)
     count: int = field(default=0, compare=False, repr=False)
 
     @property

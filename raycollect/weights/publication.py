@@ -32,7 +32,7 @@ from raycollect.planner.layout import Layout
 from raycollect.planner.wording import counted
 from raycollect.ray_bridge import ray_actors, ray_cluster, ray_session
 from raycollect.weights import agent, atoms
-from raycollect.weights.cut import NO_CUT, Cut
+from raycollect.weights.cut import NO_CUT, VersionCut
 from raycollect.weights.directory import Atoms, Holder, Listed, VersionDirectory, sweep
 from raycollect.weights.protocol import Phase, Version, VersionRound
 from raycollect.weights.ranks import ATTACH_S, Job, Ranks, why_over, wrong_name
@@ -128,8 +128,8 @@ class Publication(WeightSide, BoundToProcess):
         while not self._begin():
             pass
         # For streams, which take single tensors, and for puts: the layouts of the readers, and how they cut the tensors
-        self._cuts: dict[bool, tuple[frozenset[bytes], Cut]] = {}
-        self._places: dict[int, tuple[Cut, Atoms]] = {}
+        self._cuts: dict[bool, tuple[frozenset[bytes], VersionCut]] = {}
+        self._places: dict[int, tuple[VersionCut, Atoms]] = {}
         # The last version with a used number, even if its record is lost, and the one before that
         self._used = self._before = Version(self.epoch, 0)
         self._last = self._pushed = _Put(self._used)
@@ -242,7 +242,7 @@ class Publication(WeightSide, BoundToProcess):
         """How many versions this publication has put."""
         return self._used.count
 
-    def _places_on(self, rank: int, cut: Cut) -> Atoms:
+    def _places_on(self, rank: int, cut: VersionCut) -> Atoms:
         """Returns where the atoms of a stream lie on a rank."""
         before, places = self._places.get(rank, (NO_CUT, {}))
         if before != cut:

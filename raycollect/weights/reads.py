@@ -18,7 +18,7 @@ from raycollect.planner.boxes import extent
 from raycollect.pos import fetch
 from raycollect.pos.boxes import Borrowed, Box, empty
 from raycollect.weights import digests
-from raycollect.weights.cut import Atom, Cut, Digests
+from raycollect.weights.cut import Atom, Digests, VersionCut
 from raycollect.weights.directory import Atoms, Holder, Holders
 from raycollect.weights.protocol import RankState
 
@@ -61,13 +61,13 @@ def in_turn(holders: Holders, before: Holders, machine: str) -> list[tuple[Holde
     return [*near, *earlier, *far]
 
 
-def _boxes(places: Atoms, some: Iterable[Atom], cut: Cut) -> list[Box]:
+def _boxes(places: Atoms, some: Iterable[Atom], cut: VersionCut) -> list[Box]:
     """Returns the boxes of atoms in a holder's tensors."""
     return [Box(*piece, cut.dtypes[atom[0]]) for atom in some for piece in places[atom]]
 
 
 def whole(
-    cut: Cut, holder: Holder, places: Atoms, some: Sequence[Atom], timeout_s: float, *, in_arena: bool
+    cut: VersionCut, holder: Holder, places: Atoms, some: Sequence[Atom], timeout_s: float, *, in_arena: bool
 ) -> Borrowed:
     """Borrows whole atoms; see `deltas`. A bucket whose members the holder has apart is assembled.
 
@@ -98,7 +98,7 @@ def _assembled(atom: Atom, pieces: list[Array], *, in_arena: bool) -> Array:
 
 
 def deltas(
-    cut: Cut,
+    cut: VersionCut,
     holder: Holder,
     places: Atoms,
     since: Key,
@@ -167,7 +167,7 @@ def in_threads(get: Callable[[list[Atom]], Arrived], requests: Sequence[list[Ato
         return [*run(), *(some for other in others for some in other.result())]
 
 
-def missing(state: RankState, cut: Cut, holders: Holders, failures: Mapping[Key, RaycollectError]) -> str:
+def missing(state: RankState, cut: VersionCut, holders: Holders, failures: Mapping[Key, RaycollectError]) -> str:
     """Describes the atoms that no holder gave; `failures` are the errors by holder."""
     left = state.missing
     tried = [f"{holder.actor}: {brief(failures[holder.key])}" for holder, _ in holders if holder.key in failures]

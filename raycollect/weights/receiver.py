@@ -23,7 +23,7 @@ from raycollect.pos import Container, Range
 from raycollect.pos.boxes import MOST_BOXES, Borrowed
 from raycollect.weights import atoms, hosts, protocol, reads
 from raycollect.weights.atoms import AtomPart, Layouts
-from raycollect.weights.cut import Atom, Cut, Digests
+from raycollect.weights.cut import Atom, Digests, VersionCut
 from raycollect.weights.directory import Atoms, Holder, Holders
 from raycollect.weights.exclusion import Exclusion
 from raycollect.weights.hosts import Loan
@@ -288,7 +288,7 @@ class Receiver:
         """Recomputes the digests of landed atoms that lie as they were put: others may have overwritten them."""
         return self._target.lying(self.state.landed, live)
 
-    def _know(self, cut: Cut) -> None:
+    def _know(self, cut: VersionCut) -> None:
         if self._target.cut != cut:
             same = self._target.know(cut)
             self._next = {atom: array for atom, array in self._next.items() if atom in same}

@@ -23,7 +23,7 @@ from raycollect.pos import Container, Store
 from raycollect.pos.boxes import empty
 from raycollect.weights import atoms, digests
 from raycollect.weights.atoms import Layouts, Parts
-from raycollect.weights.cut import NO_CUT, Atom, Cut, Digests
+from raycollect.weights.cut import NO_CUT, Atom, Digests, VersionCut
 from raycollect.weights.exclusion import Exclusion
 from raycollect.weights.local_side import LocalSide
 from raycollect.weights.protocol import Version
@@ -69,7 +69,7 @@ class _Slot(ServedArrays):
     """One version: the copies, by tensor or bucket, in which order they are served, and the digests of their atoms."""
 
     is_frozen: bool = True
-    cut: Cut = NO_CUT
+    cut: VersionCut = NO_CUT
     order: Sequence[int] = ()
     copies: dict[int, Array] = field(default_factory=dict)
     sealed: dict[Atom, bytes] = field(default_factory=dict)
@@ -117,13 +117,15 @@ class Source:
         self._side.follow(actor)
         self._slots: dict[int, _Slot] = {}  # by the count of the version
         self._spare: dict[int, list[Array]] = {}  # by tensor or bucket: the copies that no version has
-        self._cut: Cut = NO_CUT
+        self._cut: VersionCut = NO_CUT
         self._places: Parts = {}  # where the atoms lie
         self._copy_of: dict[Atom, int] = {}  # the tensor of each atom; of a bucket a number behind those of tensors
         self._filling: _Filling | None = None
         self._failed = (b"", "")  # the attempt that failed last, and how
 
-    def seal(self, version: Version, cut: Cut | None, attempt: bytes, limit_s: float = WAIT_S) -> tuple[Key, Digests]:
+    def seal(
+        self, version: Version, cut: VersionCut | None, attempt: bytes, limit_s: float = WAIT_S
+    ) -> tuple[Key, Digests]:
         """Copies this rank's part of a version, or the rest of a stream, and digests it.
 
         Args:
@@ -151,7 +153,7 @@ class Source:
     def seal_part(
         self,
         version: Version,
-        cut: Cut | None,
+        cut: VersionCut | None,
         attempt: bytes,
         part: object,
         limit_s: float = WAIT_S,
@@ -202,7 +204,7 @@ class Source:
         self._spare.clear()
         self._filling = None
 
-    def begin(self, version: Version, cut: Cut | None, attempt: bytes) -> _Filling:
+    def begin(self, version: Version, cut: VersionCut | None, attempt: bytes) -> _Filling:
         """Returns the copy in which a version is sealed, and drops versions but the one before; see `seal`."""
         if self._filling is not None and self._filling.attempt == attempt:
             return self._filling

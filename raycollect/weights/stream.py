@@ -23,7 +23,7 @@ from raycollect.driver.plan_tracker import retrieve_errors
 from raycollect.errors import VersionNotPutError, refuse, wrong_argument, wrong_time_limit
 from raycollect.errors.text import shown
 from raycollect.weights import agent, protocol
-from raycollect.weights.cut import Atom, Cut
+from raycollect.weights.cut import Atom, VersionCut
 from raycollect.weights.directory import Atoms, Holder, Holders
 from raycollect.weights.protocol import RankEvent, RankSealed, RankSealedPart, Tell, Version
 from raycollect.weights.ranks import ATTACH_S, Job, Ranks, event_of
@@ -48,7 +48,7 @@ class Publisher(Protocol):
     def _one_at_a_time(self, op: str, timeout_s: float, until_s: float) -> AbstractContextManager[None]:
         """Waits until no other thread puts anything, and bounds what the directory may take."""
 
-    def _places_on(self, rank: int, cut: Cut) -> Atoms:
+    def _places_on(self, rank: int, cut: VersionCut) -> Atoms:
         """Where the atoms of a stream lie on a rank."""
 
     def _holder(self, rank: int, key: Key) -> Holder:
@@ -81,7 +81,7 @@ class Stream(BoundToProcess):
         self._has = [set[Atom]() for _ in range(len(publication._ranks))]  # by rank: the sealed atoms
         # By rank, the pending calls in order: a ref or a generator, and whether the call seals all
         self._sealing: list[deque[tuple[Any, bool]]] = [deque() for _ in range(len(publication._ranks))]
-        self._untold: list[Cut | None] = [version.cut] * len(publication._ranks)
+        self._untold: list[VersionCut | None] = [version.cut] * len(publication._ranks)
         self._landing: dict[Any, _Target] = {}
         self._due: dict[_Target, dict[Atom, bytes]] = {}
         self._wanted: dict[_Target, frozenset[Atom]] = {}

@@ -32,7 +32,7 @@ from raycollect.errors.text import shown
 from raycollect.planner.layout import Layout
 from raycollect.ray_bridge import ray_session
 from raycollect.weights import agent, atoms, protocol
-from raycollect.weights.cut import NO_CUT, Atom, Cut, Digests
+from raycollect.weights.cut import NO_CUT, Atom, Digests, VersionCut
 from raycollect.weights.directory import Atoms, Holder, Holders, Listed, VersionDirectory
 from raycollect.weights.hosts import Sharing
 from raycollect.weights.protocol import (
@@ -119,7 +119,9 @@ class Subscription(WeightSide):
         )
         self._version = protocol.shown_by_all(self._ranks.shown)
         self._turns = Turns(name, is_own=isinstance(ranks, OwnRank))
-        self._places: dict[tuple[bytes, int, bool], tuple[Cut, Atoms]] = {}  # where holders have the atoms of a cut
+        self._places: dict[
+            tuple[bytes, int, bool], tuple[VersionCut, Atoms]
+        ] = {}  # where holders have the atoms of a cut
         self._opened()
 
     def version(self) -> Version | None:

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from raycollect.backends.arrays import Array, as_bytes
+from raycollect.backends.arrays import Array, as_bytes, box_of
 from raycollect.backends.elements import convert, converted
+from raycollect.planner.boxes import extent, moved
 from raycollect.weights import atoms, digests
 from raycollect.weights.atoms import AtomPart, Parts
-from raycollect.weights.cut import NO_CUT, Atom, Cut, Digests
+from raycollect.weights.cut import NO_CUT, Atom, Digests, VersionCut
 from raycollect.weights.local_side import LocalSide
 
 
@@ -27,14 +28,14 @@ class Target:
 
     def __init__(self, side: LocalSide) -> None:
         self._side = side
-        self.cut: Cut = NO_CUT
+        self.cut: VersionCut = NO_CUT
         self.parts: Parts = {}
         self._whole = frozenset[Atom]()  # the atoms that lie here as one box, or whose members do
         self._plain: dict[Atom, tuple[list[Array], list[memoryview] | None]] = {}  # see `_members`
         # The atoms that were written last: the digest in the version, and those of the parts as they lie here
         self._written: dict[Atom, tuple[bytes, bytes]] = {}
 
-    def know(self, cut: Cut) -> frozenset[Atom]:
+    def know(self, cut: VersionCut) -> frozenset[Atom]:
         """Begins a version with another cut; returns the atoms of both that have not changed."""
         before, self.cut = self.cut, cut
         self.parts = atoms.places(self._side.layouts, self._side.rank, cut, whole=False)
@@ -125,7 +126,7 @@ class Target:
         members = self._members(atom, live) if len(parts) == len(self.cut.members.get(atom, ())) else None
         if members is None:
             for part in parts:
-                convert(self._side.box(live, part), part.of(array))
+                convert(self._side.box(live, part), _part_of(array, part))
             return
         memory = as_bytes(array).data
         for member, lies in zip(members, self.cut.lies_as_bytes[atom], strict=True):
@@ -152,5 +153,15 @@ class Target:
     def _pairs(self, parts: Iterable[AtomPart], array: Array, live: list[Array]) -> Iterator[tuple[Array, Array]]:
         """Yields for each part the box of a tensor, and its elements as they are to lie there."""
         for part in parts:
-            box, element = self._side.box(live, part), part.of(array)
+            box, element = self._side.box(live, part), _part_of(array, part)
             yield box, element if box.dtype == element.dtype else converted(element, box.dtype)
+
+
+def _part_of(array: Array, part: AtomPart) -> Array:
+    """Returns a part of the elements of an atom or bucket."""
+    if part.lies is not None:
+        array = array[part.lies].reshape(extent(part.whole))
+    if part.box == part.whole:
+        return array
+    lo, _ = moved(part.box, part.whole[0], (0,) * array.ndim)
+    return box_of(array, lo, part.size)

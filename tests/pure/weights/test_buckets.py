@@ -19,7 +19,7 @@ from raycollect.errors import VersionNotWholeError
 from raycollect.planner.boxes import volume
 from raycollect.pos import Container
 from raycollect.weights import atoms
-from raycollect.weights.cut import Cut
+from raycollect.weights.cut import VersionCut
 from raycollect.weights.protocol import Version
 from raycollect.weights.receiver import Receiver
 from raycollect.weights.source import Source
@@ -245,7 +245,7 @@ def test_small_atoms_of_one_dtype_and_of_the_same_ranks_share_a_bucket(seed, rea
     again = pickle.loads(pickle.dumps(cut))
     assert again == cut
     assert (again.atoms, dict(again.members)) == (cut.atoms, dict(cut.members))
-    assert Cut.unpack(bytes(cut.packed)) == cut
+    assert VersionCut.unpack(bytes(cut.packed)) == cut
 
 
 def test_a_bucket_has_at_most_so_many_bytes_and_members():
