@@ -111,15 +111,10 @@ class Target:
         if atom not in self.cut.members:
             return parts  # what was written last is known to differ
         differ = digests.differing(before[0], digest)
-        return (
-            parts
-            if all(differ)
-            else [
-                part
-                for part, differs in zip(parts, differ, strict=True)
-                if differs or not self._are_here((part,), array, live)
-            ]
-        )
+        if all(differ):
+            return parts
+        pairs = zip(parts, differ, strict=True)
+        return [part for part, differs in pairs if differs or not self._are_here((part,), array, live)]
 
     def write(self, atom: Atom, parts: Sequence[AtomPart], array: Array, live: list[Array]) -> None:
         """Writes parts of an atom into the tensors."""
