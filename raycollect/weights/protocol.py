@@ -42,7 +42,7 @@ class Version:
         signature: A digest of names, shapes, dtypes and layouts.
         nbytes: The bytes of its tensors, each once.
         digests: The digest of each part: xxh3, 128 bits, of its elements in C order. Small parts lie side by side in
-            buckets, of which the digest is those of the parts, one after the other.
+            buckets, of which the digest is those of the parts, one after the other, and then that of the bucket.
         cut: The parts, their element types, and the buckets.
         count: How many versions its publisher had put by then, including this one.
     """
