@@ -28,7 +28,8 @@ from raycollect.member import init, objects, operations
 from raycollect.pos.tensors import allocate
 from raycollect.ray_bridge import ray_actors
 from raycollect.weights import digests
-from raycollect.weights.protocol import Atom, Version
+from raycollect.weights.cut import Atom
+from raycollect.weights.protocol import Version
 from raycollect.weights.receipts import RankReceipt, Receipt
 
 __all__ = ["CheckpointEngine"]

@@ -261,21 +261,36 @@ class VersionTimeoutError(VersionError):
     Attributes:
         missing: The ranks that did not answer.
         timeout_s: The limit, in seconds.
-        is_shown: Whether ranks may show the version; the missing ranks will before their next method.
+        is_shown: Whether ranks may show the version. A missing rank whose call still waits may show it before its next
+            method; one that has given up keeps the old version until an update succeeds.
+        has_given_up: Whether the missing ranks have given up themselves, as they waited too long for a lock, or for
+            readers of the tensors.
         reports: The reports of the missing ranks, made just after.
     """
 
     missing: tuple[int, ...] = ()
     timeout_s: float = 0.0
     is_shown: bool = False
+    has_given_up: bool = False
     reports: tuple[RankReport, ...] = ()
     cure = "see what these ranks are doing; raise timeout_s if they are only busy, and call update() again"
 
     def _text(self) -> str:
-        return listed((super()._text(), *self.reports), "\n  - ", 1 + MOST_LISTED)
+        others = ""
+        if self.is_shown and self.has_given_up:
+            others = "; other ranks may show the version, and these keep the old one until an update succeeds"
+        elif self.is_shown:
+            others = "; other ranks may show the version, and these may before their next method"
+        return listed((super()._text() + others, *self.reports), "\n  - ", 1 + MOST_LISTED)
 
     def _advice(self) -> str:
-        return self.cure if self.missing else "call it again; raise timeout_s if the wait takes longer"
+        if not self.missing:
+            return "call it again; raise timeout_s if the wait takes longer"
+        if self.has_given_up:
+            return (
+                "see what holds the lock or reads the tensors; raise timeout_s if that only takes long, and call again"
+            )
+        return self.cure
 
 
 class PushError(VersionError):

@@ -11,7 +11,7 @@ import asyncio
 import contextvars
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -35,11 +35,12 @@ from raycollect.member.participant import describe, this_participant
 from raycollect.member.runtime import Runtime, this_runtime
 from raycollect.pos import Container, Range, held
 from raycollect.weights.atoms import Layouts
+from raycollect.weights.cut import Atom, Digests, VersionCut
 from raycollect.weights.directory import Holder, Holders
-from raycollect.weights.exclusion import Exclusion, running_loop
+from raycollect.weights.exclusion import Exclusion, OwnProcess, blocking_in_loop, running_loop
 from raycollect.weights.hosts import Loan
 from raycollect.weights.local_side import LocalSide
-from raycollect.weights.protocol import Atom, Digests, Version, shown_by_all
+from raycollect.weights.protocol import Version, shown_by_all
 from raycollect.weights.receipts import RankReceipt
 from raycollect.weights.receiver import Receiver
 from raycollect.weights.source import WAIT_S, Source
@@ -78,17 +79,6 @@ def _locked() -> Iterator[_Agents]:
         yield agents
 
 
-@dataclass(frozen=True, slots=True)
-class OwnProcess:
-    """Stands for the actor where a process publishes or subscribes tensors of its own.
-
-    It makes these calls itself, at moments of its choice, so only its lock excludes others. `loop` is the event loop in
-    which it began.
-    """
-
-    loop: asyncio.AbstractEventLoop | None
-
-
 Attached = tuple[Holder, Version | None]
 """The process of a rank, and the version that it shows already by an earlier subscription of the same tensors."""
 
@@ -116,12 +106,16 @@ def _called(function: Callable[..., Any], *args: Any) -> Any:
 def in_own_process(process: OwnProcess, function: Callable[..., Any], *args: Any) -> Any:
     """Calls one of these functions in the calling thread, after the calls of other threads have ended.
 
-    An event loop does not wait to close a side, as the other call may need the loop to release its lock: a helper
-    thread closes the side.
+    An event loop does not wait for them, as they may need it to release a lock. A helper thread closes the side then.
+
+    Raises:
+        UnsupportedError: The caller is in an event loop, and another thread makes a call.
     """
     turn = this_runtime().part(_Agents, _Agents).own_calls
-    never_waits = function in (detach_source, detach_receiver) and running_loop() is not None
-    if never_waits and not turn.acquire(blocking=False):
+    is_in_loop = running_loop() is not None
+    if is_in_loop and not turn.acquire(blocking=False):
+        if function not in (detach_source, detach_receiver):
+            raise blocking_in_loop(process.op)
         context = contextvars.copy_context()
         threads.call_in_helper(threads.survives, partial(context.run, in_own_process, process, function, *args))
         return None
@@ -129,7 +123,7 @@ def in_own_process(process: OwnProcess, function: Callable[..., Any], *args: Any
         with turn:
             return function(process, *args)
     finally:
-        if never_waits:
+        if is_in_loop:
             turn.release()
 
 
@@ -177,7 +171,7 @@ def seal(
     name: str,
     rank: int,
     version: Version,
-    among: Sequence[Atom] | None,
+    cut: VersionCut | None,
     attempt: bytes,
     limit_s: float = WAIT_S,
 ) -> tuple[Key, Digests]:
@@ -189,18 +183,16 @@ def seal(
     """
     source, until_s = _source(name, rank, version), time.monotonic() + limit_s
     with source.exclusion.guard():
-        return source.exclusion.run_until(lambda left_s: source.seal(version, among, attempt, left_s), until_s)
+        return source.exclusion.run_until(lambda left_s: source.seal(version, cut, attempt, left_s), until_s)
 
 
 def seal_part(
-    actor: Any, name: str, rank: int, version: Version, among: Sequence[Atom] | None, attempt: bytes, part: object
+    actor: Any, name: str, rank: int, version: Version, cut: VersionCut | None, attempt: bytes, part: object
 ) -> tuple[Key, Digests]:
     """Calls `Source.seal_part`; raises the errors of `seal`."""
     source, until_s = _source(name, rank, version), time.monotonic() + WAIT_S
     with source.exclusion.guard(), _failing(source, version, attempt, "a part"):
-        return source.exclusion.run_until(
-            lambda left_s: source.seal_part(version, among, attempt, part, left_s), until_s
-        )
+        return source.exclusion.run_until(lambda left_s: source.seal_part(version, cut, attempt, part, left_s), until_s)
 
 
 def seal_parts(
@@ -208,7 +200,7 @@ def seal_parts(
     name: str,
     rank: int,
     version: Version,
-    among: Sequence[Atom] | None,
+    cut: VersionCut | None,
     attempt: bytes,
     method: str,
     *args: Any,
@@ -220,11 +212,11 @@ def seal_parts(
     """
     source = _source(name, rank, version)
     with source.exclusion.guard(), _failing(source, version, attempt, f"{method!r}"):
-        source.begin(version, among, attempt)  # the method may yield nothing
+        source.begin(version, cut, attempt)  # the method may yield nothing
         sealed: dict[Atom, bytes] = {}
         nbytes, told_s = 0, time.monotonic()
         for part in getattr(actor, method)(*args, **kwargs):
-            key, part_digests = source.seal_part(version, among, attempt, part)
+            key, part_digests = source.seal_part(version, cut, attempt, part)
             sealed.update(part_digests)
             nbytes += source.nbytes(part_digests)
             if nbytes >= TOLD_NBYTES or time.monotonic() - told_s >= TOLD_S:

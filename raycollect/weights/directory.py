@@ -30,12 +30,12 @@ from ray.exceptions import RayError
 from raycollect.core.codec import Codec, Wire
 from raycollect.core.model import Address, Key
 from raycollect.errors import ProtocolError, VersionError, VersionTimeoutError
-from raycollect.planner.boxes import Point
 from raycollect.planner.layout import Layout
 from raycollect.ray_bridge import ray_cluster, ray_session
 from raycollect.ray_bridge.ray_cluster import KeyValueStore
-from raycollect.weights.atoms import Layouts
-from raycollect.weights.protocol import Atom, Version
+from raycollect.weights.atoms import Layouts, Piece
+from raycollect.weights.cut import Atom, VersionCut
+from raycollect.weights.protocol import Version
 
 _ROOT = "weights/"
 _TIMEOUT_S, _LEAST_S, _HINT_S = 30.0, 0.05, 2.0
@@ -73,8 +73,8 @@ class Holder(Wire, frozen=True, kw_only=True):
     machine: str
 
 
-Atoms = Mapping[Atom, tuple[int, Point]]
-"""The atoms that a holder serves: the index of the tensor under its key, and where the atom begins in it."""
+Atoms = Mapping[Atom, Sequence[Piece]]
+"""The atoms that a holder serves, and where they lie under its key: a bucket perhaps in several pieces."""
 
 Holders = Sequence[tuple[Holder, Atoms]]
 """The holders that a rank may read from, in this order."""
@@ -86,7 +86,8 @@ Listed = tuple[int, bytes]
 _HOLDERS = Codec[tuple[Holder, ...]](tuple[Holder, ...], "record of holders")
 _LAYOUTS = Codec[dict[str, bytes]](dict[str, bytes], "layouts")
 _VERSIONS = Codec[Any](
-    GenericAlias(tuple, (*get_type_hints(Version).values(), tuple[Holder, ...])), "record of a version"
+    GenericAlias(tuple, (*{**get_type_hints(Version), "cut": bytes}.values(), tuple[Holder, ...])),
+    "record of a version",
 )
 
 MOST_RECEIVERS = 8
@@ -250,13 +251,17 @@ class VersionDirectory(_Records):
 
     def post_version(self, version: Version, holders: Iterable[Holder]) -> None:
         """Publishes a version that the publisher's ranks hold: from now on receivers can update to it."""
-        record = [*(getattr(version, field.name) for field in fields(version)), tuple(holders)]
+        values = {field.name: getattr(version, field.name) for field in fields(version)} | {"cut": version.cut.packed}
+        record = [*values.values(), tuple(holders)]
         self._put(_version_at(version), _VERSIONS.encode(record), overwrite=False)
 
     def version(self, epoch: int, number: int) -> Version | None:
         """Returns a version; None if its record was removed."""
         packed = self._get(_version_at(Version(epoch, number)))
-        return None if packed is None else Version(*_VERSIONS.decode(packed)[:-1])
+        if packed is None:
+            return None
+        values = dict(zip([field.name for field in fields(Version)], _VERSIONS.decode(packed), strict=False))
+        return Version(**{**values, "cut": VersionCut.unpack(values["cut"])})
 
     def latest(self) -> Version | None:
         """Returns the newest version; None if no version was put."""

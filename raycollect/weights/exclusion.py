@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from raycollect.core import threads
-from raycollect.errors import CollectiveTimeoutError, VersionError, Violation, refusal, wrong_argument
+from raycollect.errors import CollectiveTimeoutError, RefusedError, VersionError, Violation, refusal, wrong_argument
 from raycollect.errors.text import a_type
 
 _Result = TypeVar("_Result")
@@ -29,6 +30,18 @@ _EXPECTED = (
 
 _MARGIN, _MOST_MARGIN_S = 0.1, 1.0
 """How much earlier than its driver an actor gives up, as a part of the time limit and in seconds: so it says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnProcess:
+    """Stands for the actor where a process publishes or subscribes tensors of its own.
+
+    It makes these calls itself, at moments of its choice, so only its lock excludes others. `loop` is the event loop in
+    which it began, `op` the operation, for messages.
+    """
+
+    loop: asyncio.AbstractEventLoop | None
+    op: str = ""
 
 
 class Exclusion:
@@ -175,6 +188,13 @@ async def _hold_in_loop(manager: Any, call: Callable[[], None], give_up: Callabl
 
 def _is_manager(value: Any) -> bool:
     return hasattr(value, "__enter__") or hasattr(value, "__aenter__")
+
+
+def blocking_in_loop(op: str) -> RefusedError:
+    """Returns the error of a call in an event loop that would wait for a thread, which may need that loop."""
+    actual = "in an event loop, while another thread makes a call for tensors of this process"
+    expected = "await asyncio.to_thread(...) of this call"
+    return refusal(op, "", (Violation(kind="unsupported", field="the call", found=actual, expected=expected),))
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:

@@ -9,10 +9,11 @@ from msgspec import structs
 
 from raycollect.backends.arrays import Array
 from raycollect.core.model import Key
+from raycollect.planner.boxes import extent
 from raycollect.pos import Store
 from raycollect.weights.atoms import Layouts
+from raycollect.weights.cut import Atom, Digests
 from raycollect.weights.directory import Holder, Holders, in_order
-from raycollect.weights.protocol import Atom, Digests
 from raycollect.weights.source import ServedArrays
 
 Loan = tuple[Key, tuple[int, ...]] | None
@@ -49,7 +50,7 @@ class Sharing:
         self._lenders: dict[int, Holders] = {}
         near = {holder.machine for holder, _ in holders}
         far = [rank for rank, member in enumerate(members) if lends and member.machine not in near]
-        tables = list({id(layout.regions): layout.regions for layout in layouts.values()}.values())
+        tables = list({id(layout.regions): layout.regions for layout in layouts.values()}.values()) if far else []
         first: dict[Any, int] = {}
         leaders = {}
         for rank in far:
@@ -80,5 +81,6 @@ class Sharing:
         if loan is not None:
             key, numbers = loan
             among = list(landed)
-            places = {among[number]: (at, (0,) * len(among[number][1][0])) for at, number in enumerate(numbers)}
+            lent = [among[number] for number in numbers]
+            places = {(name, box): ((at, (0,) * len(box[0]), extent(box)),) for at, (name, box) in enumerate(lent)}
             self._lenders[rank] = [(structs.replace(self._members[rank], key=key), places)]

@@ -6,7 +6,10 @@ there when it seals it. A receiver keeps a copy of each, which it reads before i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from ctypes import addressof, c_char
+from operator import attrgetter, eq
 from typing import Any, cast
 
 import numpy as np
@@ -23,10 +26,13 @@ from raycollect.planner.reshard.request import faults_of, local_tensors, tensor_
 from raycollect.pos import Container, Range, Store
 from raycollect.pos.tensors import allocate
 from raycollect.weights.atoms import AtomPart, Layouts
+from raycollect.weights.cut import Atom
 from raycollect.weights.modules import ModuleTensors
-from raycollect.weights.protocol import Atom
 
 _LINE_NBYTES = 64
+
+_KEPT_NBYTES = 64 << 10
+"""The most bytes of a publisher's tensor whose array is kept for the next version: making it takes some us."""
 
 _DEVICE_S = 60.0
 """How long to wait for the work on a device before a copy, in seconds."""
@@ -40,6 +46,9 @@ class LocalSide:
         container: The tensors.
         layouts: The layouts of the side.
         rank: The rank in the side.
+
+    Attributes:
+        is_staged: Whether any tensor is on a device.
 
     Raises:
         LayoutError: The tensors don't fit the layouts.
@@ -56,6 +65,9 @@ class LocalSide:
         self._container = container
         self._modules: ModuleTensors | None = None
         self._ranges: list[Range] | None = None
+        self._addresses: _Addresses | None = None  # where the tensors were in the last `live`
+        self._views: list[Any] = []  # its result
+        self._flat: dict[Atom, tuple[Sequence[AtomPart], list[Array] | None]] = {}  # by bucket, of these tensors
         self._copies: dict[int, Array] = {}  # of tensors on devices that are written, by tensor
         infos = tuple(map(arrays.describe, container.tensors))
         faults = faults_of(container.structure, infos, self._tensors)
@@ -66,6 +78,7 @@ class LocalSide:
             violations += self._unfit()
         if violations:
             raise refusal(op, "", tuple(violations))
+        self.is_staged: bool = any(device != CPU for device in self._devices)
         keys = self._keys = {tensor.key: at for at, tensor in enumerate(self._tensors)}
         self._at = {name: keys[key] for name, layout in layouts.items() if (key := layout.key or name) in keys}
 
@@ -114,6 +127,8 @@ class LocalSide:
     def live(self) -> list[Array]:
         """Returns the tensors that the ref's list or dict has now.
 
+        In a receiver this is the same list as before if they lie where they did.
+
         Raises:
             TensorReplacedError: The dict has other names, or tensors of other shapes or types; or a module of the actor
                 has replaced a parameter.
@@ -126,6 +141,7 @@ class LocalSide:
             raise refusal(self._op, "", (changed,))
         if now is not self._container:
             before, self._container = self._container, now
+            self._addresses = None
             if unfit := self._unfit():
                 self._container = before
                 raise refusal(self._op, "", tuple(unfit))
@@ -134,6 +150,10 @@ class LocalSide:
             keys = [f"tensor {self._tensors[at].key!r}" for at in replaced]
             wrong = [Violation(kind="replaced", rank=self.rank, field=key, found=what) for key in keys]
             raise refusal(self._op, "", tuple(wrong))
+        if self._addresses is not None and self._addresses.are_same():
+            views = self._views
+            return views if self._is_written else [self._view(at) if it is None else it for at, it in enumerate(views)]
+        self._addresses = None
         held = self._arrays()
         self._ranges = None
         others = [
@@ -148,10 +168,19 @@ class LocalSide:
         ]
         if others:
             raise refusal(self._op, "", tuple(others))
-        return [
+        live = [
             unfold(array, tensor.axes) if type(array) is not DeviceArray else self._staged(at, array)
             for at, (array, tensor) in enumerate(zip(held, self._tensors, strict=True))
         ]
+        # A publisher keeps no large tensor alive that its actor replaces; a receiver serves them anyway
+        self._views = live if self._is_written else [it if it.nbytes <= _KEPT_NBYTES else None for it in live]
+        self._addresses = None if self.is_staged else _Addresses(self.owners())
+        self._flat.clear()
+        return live
+
+    def _view(self, at: int) -> Array:
+        array = cast("Array", arrays.memory(self._container.tensors[self._places[at]]))
+        return unfold(array, self._tensors[at].axes)
 
     def _staged(self, at: int, array: DeviceArray) -> Any:
         """Returns the copy of a tensor on a device; of a publisher the tensor itself, see `on_host`."""
@@ -161,10 +190,19 @@ class LocalSide:
             self._copies[at] = allocate(replace(arrays.info(array), device=CPU))
         return unfold(self._copies[at], self._tensors[at].axes)
 
-    @property
-    def is_staged(self) -> bool:
-        """Whether any tensor is on a device."""
-        return any(device != CPU for device in self._devices)
+    def flat(self, bucket: Atom, parts: Sequence[AtomPart]) -> list[Array] | None:
+        """Returns parts of a bucket in the tensors of the last `live` as arrays with one dimension.
+
+        None: one of them has gaps, is on a device, or is not kept.
+        """
+        of, flat = self._flat.get(bucket, ((), None))
+        if of is not parts:
+            views = self._views
+            is_here = not self.is_staged and all(views[self._at[part.name]] is not None for part in parts)
+            boxes = [self.box(views, part) for part in parts] if is_here else []
+            flat = [box.reshape(-1) for box in boxes] if all(box.flags.c_contiguous for box in boxes) else None
+            self._flat[bucket] = parts, flat or None
+        return flat or None
 
     def read(self, live: list[Array]) -> list[Array]:
         """Reads the tensors on devices into their copies in `live`, and returns it."""
@@ -177,6 +215,8 @@ class LocalSide:
 
         `names` are those of the written global tensors. What a failure may have half-written is dirty.
         """
+        if not self._copies and set(map(type, self.owners())) == {np.ndarray}:
+            return
         written = sorted({self._at[name] for name in names})
         staged, owners = [at for at in written if at in self._copies], self.owners()
         try:
@@ -268,14 +308,49 @@ class LocalSide:
         array = held[self._at[place.name]]
         return array if array.shape == place.size else box_of(array, place.at, place.size)
 
-    def whole(
-        self, held: list[Array], parts: Mapping[Atom, Sequence[AtomPart]], dtypes: Mapping[str, str]
-    ) -> dict[Atom, Array]:
-        """Returns the atoms that lie in the local tensors in one piece, and in the element types of `dtypes`."""
-        boxes = {
-            atom: self.box(held, some[0]) for atom, some in parts.items() if len(some) == 1 and some[0].box == atom[1]
-        }
-        return {atom: box for atom, box in boxes.items() if box.dtype == np.dtype(dtypes[atom[0]])}
+
+class _Addresses:
+    """Where tensors lie, in the terms of `arrays.place_of`, which takes several times as long for many of them.
+
+    Looking creates no lasting objects, as the collector of garbage would walk through all of them.
+    """
+
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        self._tensors = tensors
+        self._look = self._looks_at_any
+        torch, kinds = sys.modules.get("torch"), set(map(type, tensors))
+        if kinds == {np.ndarray}:
+            self._look = self._looks_at_numpy
+        elif torch is not None and kinds <= {torch.Tensor, torch.nn.Parameter}:
+            dtypes = {tensor.dtype for tensor in tensors}
+            is_real = not any(dtype.is_complex for dtype in dtypes)  # others may be conjugated where they lie
+            self._look = self._looks_at_torch if is_real else self._looks_at_any
+        try:
+            self._seen = list(map(list, self._look()))
+        except (TypeError, ValueError):  # read-only, empty, with gaps, or of a type without a buffer format
+            self._look = self._looks_at_any
+            self._seen = list(map(list, self._look()))
+
+    def _looks_at_numpy(self) -> tuple[Iterator[Any], ...]:
+        return map(addressof, map(c_char.from_buffer, self._tensors)), map(_FORM, self._tensors)
+
+    def _looks_at_torch(self) -> tuple[Iterator[Any], ...]:
+        tensor = sys.modules["torch"].Tensor
+        of_each = tensor.data_ptr, tensor.stride, tensor.numel, attrgetter("dtype")
+        return tuple(map(function, self._tensors) for function in of_each)
+
+    def _looks_at_any(self) -> tuple[Iterator[Any], ...]:
+        return (map(arrays.place_of, self._tensors),)
+
+    def are_same(self) -> bool:
+        """Returns whether the tensors lie where they did."""
+        try:
+            return all(all(map(eq, before, now)) for before, now in zip(self._seen, self._look(), strict=True))
+        except (TypeError, ValueError):
+            return False
+
+
+_FORM = attrgetter("shape", "dtype")
 
 
 def _transfer(target: Array | DeviceArray, source: Array | DeviceArray) -> None:

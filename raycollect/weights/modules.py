@@ -16,7 +16,7 @@ from typing import Any
 DEEPEST, MOST = 3, 10_000
 """How many attributes, lists and dicts may lie between an actor and a module, and how many objects are searched."""
 
-_Where = tuple[int, tuple[int, ...], str]
+_Where = tuple[int, tuple[int, ...], Any]
 
 
 class ModuleTensors:
@@ -44,18 +44,15 @@ class ModuleTensors:
 
     def replaced(self, tensors: Sequence[Any]) -> list[int]:
         """Returns the indices of tensors that their modules have replaced."""
-        return [
-            at
-            for at, (module, kind, name) in self._owners.items()
-            if _where(getattr(module(), kind, {}).get(name)) != _where(tensors[at])
-        ]
+        now = {at: getattr(module(), kind, {}).get(name) for at, (module, kind, name) in self._owners.items()}
+        return [at for at, tensor in now.items() if tensor is not tensors[at] and _where(tensor) != _where(tensors[at])]
 
 
 def _where(tensor: Any) -> _Where | None:
     """Returns the address, shape and dtype of a torch tensor; None if it has no memory."""
     local = getattr(tensor, "_local_tensor", tensor)
     address = local.data_ptr() if hasattr(local, "data_ptr") and getattr(local, "is_meta", True) is False else 0
-    return (address, tuple(local.shape), str(local.dtype)) if address else None
+    return (address, local.shape, local.dtype) if address else None
 
 
 def _modules(torch: Any, actor: Any) -> Iterator[Any]:

@@ -26,10 +26,7 @@ import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-Atom = tuple[str, tuple[tuple[int, ...], tuple[int, ...]]]
-"""A part of a tensor with a digest of its own: the tensor's name, and a box of it."""
-
-Digests = Mapping[Atom, bytes]
+from raycollect.weights.cut import NO_CUT, Atom, Digests, VersionCut
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -44,8 +41,9 @@ class Version:
         publisher: The display name of the process that put it.
         signature: A digest of names, shapes, dtypes and layouts.
         nbytes: The bytes of its tensors, each once.
-        digests: The digest of each part: xxh3, 128 bits, of its elements in C order.
-        dtypes: The element type of each tensor, by name.
+        digests: The digest of each part: xxh3, 128 bits, of its elements in C order. Small parts lie side by side in
+            buckets, of which the digest is those of the parts, one after the other, and then that of the bucket.
+        cut: The parts, their element types, and the buckets.
         count: How many versions its publisher had put by then, including this one.
     """
 
@@ -55,8 +53,18 @@ class Version:
     signature: bytes = field(default=b"", compare=False, repr=False)
     nbytes: int = field(default=0, compare=False)
     digests: Digests = field(default_factory=dict, compare=False, repr=False)
-    dtypes: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    cut: VersionCut = field(default=NO_CUT, compare=False, repr=False)
     count: int = field(default=0, compare=False, repr=False)
+
+    @property
+    def dtypes(self) -> Mapping[str, str]:
+        """The element type of each tensor that has elements, by name."""
+        return self.cut.tensors
+
+    @property
+    def label(self) -> Version:
+        """The version without its digests and parts, for those who know them."""
+        return replace(self, digests={}, cut=NO_CUT)
 
     def __str__(self) -> str:
         return f"{self.number} of epoch {self.epoch}"

@@ -32,12 +32,13 @@ from raycollect.planner.layout import Layout
 from raycollect.planner.wording import counted
 from raycollect.ray_bridge import ray_actors, ray_cluster, ray_session
 from raycollect.weights import agent, atoms
+from raycollect.weights.cut import NO_CUT, VersionCut
 from raycollect.weights.directory import Atoms, Holder, Listed, VersionDirectory, sweep
-from raycollect.weights.protocol import Atom, Phase, Version
+from raycollect.weights.protocol import Phase, Version, VersionRound
 from raycollect.weights.ranks import ATTACH_S, Job, Ranks, why_over, wrong_name
 from raycollect.weights.receipts import Receipt
 from raycollect.weights.side import WeightSide
-from raycollect.weights.side_ranks import ranks_of
+from raycollect.weights.side_ranks import OwnRank, ranks_of
 from raycollect.weights.stream import Stream
 from raycollect.weights.subscription import Subscription, update_all
 from raycollect.weights.turns import Turns
@@ -116,16 +117,19 @@ class Publication(WeightSide, BoundToProcess):
         faults = tuple(atoms.source_faults(self._ranks.layouts))
         if faults:
             raise refusal("publish", "", faults)
+        layouts = self._ranks.layouts.values()
+        self._nbytes = sum(prod(layout.shape) * layout.itemsize for layout in layouts)
         self._ranks.check()  # before another publication is replaced
         self._directory = VersionDirectory(name)
-        self._turns = Turns(name)
+        self._turns = Turns(name, is_own=isinstance(self._ranks, OwnRank))
         self._check_free()
         self._publisher = ray_actors.describe_process()
         self.epoch: int = 0
         while not self._begin():
             pass
-        self._cut: tuple[frozenset[bytes], tuple[Atom, ...]] = (frozenset(), ())
-        self._places: dict[int, Atoms] = {}
+        # For streams, which take single tensors, and for puts: the layouts of the readers, and how they cut the tensors
+        self._cuts: dict[bool, tuple[frozenset[bytes], VersionCut]] = {}
+        self._places: dict[int, tuple[VersionCut, Atoms]] = {}
         # The last version with a used number, even if its record is lost, and the one before that
         self._used = self._before = Version(self.epoch, 0)
         self._last = self._pushed = _Put(self._used)
@@ -181,7 +185,7 @@ class Publication(WeightSide, BoundToProcess):
         refuse("put", wrong_time_limit(timeout_s, also=(0,)))
         until_s = time.monotonic() + timeout_s
         with self._one_at_a_time("put", timeout_s, until_s):
-            stream = self._begun((), version)
+            stream = self._begun((), version, in_buckets=True)
             stream._put(until_s, timeout_s)
         return stream.version
 
@@ -208,7 +212,7 @@ class Publication(WeightSide, BoundToProcess):
         with self._turns.taken(op, timeout_s, until_s), self._directory.within(timeout_s, until_s):
             yield
 
-    def _begun(self, subscriptions: Iterable[Subscription], version: int | None) -> Stream:
+    def _begun(self, subscriptions: Iterable[Subscription], version: int | None, *, in_buckets: bool = False) -> Stream:
         number = self._used.number + 1 if version is None else version
         if type(number) is not int or not self._used.number < number < _MOST_NUMBER:
             expected = f"above {self._used.number}, and below {_MOST_NUMBER}"
@@ -219,16 +223,17 @@ class Publication(WeightSide, BoundToProcess):
             _, listed, _ = self._directory.listed()
         readers = self._directory.all_layouts(listed)
         readers |= {group._signature: group._ranks.layouts for group in groups}
-        if frozenset(readers) != self._cut[0]:
-            self._cut = frozenset(readers), atoms.cut(self._ranks.layouts, readers.values())
-            self._places.clear()
+        before, cut = self._cuts.get(in_buckets, (frozenset(), None))
+        if cut is None or before != readers.keys():
+            cut = atoms.cut(self._ranks.layouts, readers.values(), in_buckets=in_buckets)
+            self._cuts[in_buckets] = frozenset(readers), cut
         wanted = replace(
             Version(self.epoch, number, self._publisher, self._signature),
-            nbytes=sum(prod(layout.shape) * layout.itemsize for layout in self._ranks.layouts.values()),
-            dtypes={name: layout.dtype for name, layout in self._ranks.layouts.items()},
+            nbytes=self._nbytes,
+            cut=cut,
             count=self._used.count + 1,
         )
-        return Stream(self, groups, wanted, self._cut[1])
+        return Stream(self, groups, wanted)
 
     # ------------------------------------------------------------------------------------------ for a stream
 
@@ -237,11 +242,13 @@ class Publication(WeightSide, BoundToProcess):
         """How many versions this publication has put."""
         return self._used.count
 
-    def _places_on(self, rank: int) -> Atoms:
-        """Returns where the atoms of the next version lie on a rank."""
-        if rank not in self._places:
-            self._places[rank] = atoms.held_places(self._ranks.layouts, rank, self._cut[1])
-        return self._places[rank]
+    def _places_on(self, rank: int, cut: VersionCut) -> Atoms:
+        """Returns where the atoms of a stream lie on a rank."""
+        before, places = self._places.get(rank, (NO_CUT, {}))
+        if before != cut:
+            places = atoms.served_places(self._ranks.layouts, rank, cut)
+            self._places[rank] = cut, places
+        return places
 
     def _holder(self, rank: int, key: Key) -> Holder:
         """Returns the record of a rank as a holder."""
@@ -253,11 +260,11 @@ class Publication(WeightSide, BoundToProcess):
             self._directory.forget(self._before)
             self._before = Version(self.epoch, 0)
 
-    def _finish(self, job: Job, timeout_s: float, keys: Mapping[int, Key], among: Sequence[Atom]) -> None:
+    def _finish(self, job: Job, timeout_s: float, keys: Mapping[int, Key]) -> None:
         """Posts the version of a put that has ended; raises the errors of `put`."""
         self._check(job, timeout_s)
         version = job.round.version
-        ordered = replace(version, digests={atom: version.digests[atom] for atom in among})
+        ordered = replace(version, digests={atom: version.digests[atom] for atom in version.cut.atoms})
         job.round = replace(job.round, version=ordered)
         self._post(ordered, keys)
 
@@ -329,8 +336,8 @@ class Publication(WeightSide, BoundToProcess):
             raise self._ranks.late_error(self.name, job, timeout_s)
         where: dict[str, Any] = {"name": self.name, "version": str(job.round.version)}
         if job.round.differing:
-            first = atoms.shown(job.round.differing[0])
-            detail = f"replicas have different bits in {counted(len(job.round.differing), 'part')}, first in {first}"
+            detail = f"replicas have different bits in {counted(len(job.round.differing), 'part')}, first in "
+            detail += self._first_differing(job.round)
             raise VersionNotPutError(**where, detail=detail)
         for rank, error in job.errors.items():
             if isinstance(error, PublisherReplacedError):
@@ -347,6 +354,13 @@ class Publication(WeightSide, BoundToProcess):
         raise VersionNotPutError(
             **where, rank=lost, actor=self._ranks.members[lost].actor, detail="its process has ended"
         )
+
+    @staticmethod
+    def _first_differing(over: VersionRound) -> str:
+        """Describes the first part whose bits differ between replicas."""
+        atom, cut = over.differing[0], over.version.cut
+        sealed = [some[atom] for some in (over.parts, *over.done.values()) if atom in some]
+        return cut.shown(next((cut.differing(atom, sealed[0], other) for other in sealed if other != sealed[0]), atom))
 
     def __repr__(self) -> str:
         number = self._last.version.number

@@ -165,6 +165,7 @@ class Ranks:
             missing=late,
             timeout_s=timeout_s,
             is_shown=is_shown,
+            has_given_up=not job.is_late,
             detail=detail if job.is_late else f"rank {who} {next(iter(waited.values())).detail}",
             reports=self._reports(late),
         )

@@ -17,9 +17,10 @@ from raycollect.errors import RaycollectError, brief
 from raycollect.planner.boxes import extent
 from raycollect.pos import fetch
 from raycollect.pos.boxes import Borrowed, Box, empty
-from raycollect.weights import atoms, digests
+from raycollect.weights import digests
+from raycollect.weights.cut import Atom, Digests, VersionCut
 from raycollect.weights.directory import Atoms, Holder, Holders
-from raycollect.weights.protocol import Atom, Digests, RankState, Version
+from raycollect.weights.protocol import RankState
 
 READERS = 4
 """The threads of a receiver that read deltas."""
@@ -60,37 +61,49 @@ def in_turn(holders: Holders, before: Holders, machine: str) -> list[tuple[Holde
     return [*near, *earlier, *far]
 
 
-def _boxes(places: Atoms, some: Iterable[Atom], version: Version) -> list[Box]:
+def _boxes(places: Atoms, some: Iterable[Atom], cut: VersionCut) -> list[Box]:
     """Returns the boxes of atoms in a holder's tensors."""
-    return [Box(*places[atom], extent(atom[1]), version.dtypes[atom[0]]) for atom in some]
+    return [Box(*piece, cut.dtypes[atom[0]]) for atom in some for piece in places[atom]]
 
 
 def whole(
-    version: Version, holder: Holder, places: Atoms, some: Iterable[Atom], timeout_s: float, *, in_arena: bool
+    cut: VersionCut, holder: Holder, places: Atoms, some: Sequence[Atom], timeout_s: float, *, in_arena: bool
 ) -> Borrowed:
-    """Borrows whole atoms; see `deltas`.
+    """Borrows whole atoms; see `deltas`. A bucket whose members the holder has apart is assembled.
 
     Raises:
         RaycollectError: As `fetch.borrow`.
     """
-    return fetch.borrow(
+    borrowed = fetch.borrow(
         holder.address,
         holder.key,
-        _boxes(places, some, version),
+        _boxes(places, some, cut),
         actor=holder.actor,
         incarnation=holder.incarnation,
         timeout_s=timeout_s,
         in_arena=in_arena,
     )
+    if len(borrowed.arrays) > len(some):
+        arrays = iter(borrowed.arrays)
+        borrowed.arrays = [_assembled(atom, [next(arrays) for _ in places[atom]], in_arena=in_arena) for atom in some]
+    return borrowed
+
+
+def _assembled(atom: Atom, pieces: list[Array], *, in_arena: bool) -> Array:
+    if len(pieces) == 1 and pieces[0].shape == extent(atom[1]):
+        return pieces[0]
+    bucket = empty(extent(atom[1]), pieces[0].dtype, in_arena=in_arena)
+    digests.join(bucket, [piece.reshape(-1) for piece in pieces])
+    return bucket
 
 
 def deltas(
-    version: Version,
+    cut: VersionCut,
     holder: Holder,
     places: Atoms,
     since: Key,
     before: Digests,
-    lying: Mapping[Atom, Array],
+    lying: Mapping[Atom, Sequence[Array]],
     timeout_s: float,
     *,
     in_arena: bool,
@@ -100,12 +113,12 @@ def deltas(
     Atoms without a smaller delta are left out, so that receivers are asked for them before publishers of other hosts.
 
     Args:
-        version: The version.
+        cut: The atoms of both versions.
         holder: The holder.
         places: Where atoms lie in its tensors.
         since: The key under which it has an earlier version.
         before: The digests of the earlier version.
-        lying: The atoms as they lie here; those with other digests are left out.
+        lying: The atoms as they lie here, of buckets each member; those with other digests are left out.
         timeout_s: How long to wait, in seconds.
         in_arena: Whether the elements are kept in shared memory.
 
@@ -113,16 +126,21 @@ def deltas(
         RaycollectError: As `fetch.read_deltas`.
     """
     copies = {}
-    for atom, array in lying.items():
-        copy = empty(array.shape, array.dtype, in_arena=in_arena)
-        if digests.copied(copy, array) == before[atom]:
+    for atom, boxes in lying.items():
+        copy = empty(extent(atom[1]), boxes[0].dtype, in_arena=in_arena)
+        if atom in cut.members:
+            digests.join(copy, [box.reshape(-1) for box in boxes])
+            digest = digests.digest(copy)
+        else:
+            digest = digests.copied(copy, boxes[0])
+        if digest == digests.of_whole(before[atom]):
             copies[atom] = copy
     if not copies:
         return {}, 0
     have_arrived, nbytes = fetch.read_deltas(
         holder.address,
         holder.key,
-        _boxes(places, copies, version),
+        _boxes(places, copies, cut),
         since,
         list(copies.values()),
         actor=holder.actor,
@@ -149,9 +167,9 @@ def in_threads(get: Callable[[list[Atom]], Arrived], requests: Sequence[list[Ato
         return [*run(), *(some for other in others for some in other.result())]
 
 
-def missing(state: RankState, holders: Holders, failures: Mapping[Key, RaycollectError]) -> str:
+def missing(state: RankState, cut: VersionCut, holders: Holders, failures: Mapping[Key, RaycollectError]) -> str:
     """Describes the atoms that no holder gave; `failures` are the errors by holder."""
     left = state.missing
     tried = [f"{holder.actor}: {brief(failures[holder.key])}" for holder, _ in holders if holder.key in failures]
-    detail = f"{len(left)} of {len(state.wanted)} parts are missing, first {atoms.shown(left[0])}: "
+    detail = f"{len(left)} of {len(state.wanted)} parts are missing, first {cut.shown(left[0])}: "
     return detail + ("; ".join(tried) or "it has no holders")

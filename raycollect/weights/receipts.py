@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from raycollect.weights.protocol import Digests, Version
+from raycollect.weights.cut import Digests
+from raycollect.weights.protocol import Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
-from raycollect.backends.arrays import Array, box_of
-from raycollect.backends.elements import convert, converted
+from raycollect.backends.arrays import Array
 from raycollect.core.model import Key
 from raycollect.core.signals import Deferred
 from raycollect.errors import (
@@ -20,19 +19,20 @@ from raycollect.errors import (
     strip_traceback,
 )
 from raycollect.member.participant import Participant
-from raycollect.planner.boxes import moved
 from raycollect.pos import Container, Range
 from raycollect.pos.boxes import MOST_BOXES, Borrowed
-from raycollect.weights import atoms, digests, hosts, protocol, reads
+from raycollect.weights import atoms, hosts, protocol, reads
 from raycollect.weights.atoms import AtomPart, Layouts
+from raycollect.weights.cut import Atom, Digests, VersionCut
 from raycollect.weights.directory import Atoms, Holder, Holders
 from raycollect.weights.exclusion import Exclusion
 from raycollect.weights.hosts import Loan
 from raycollect.weights.local_side import LocalSide
-from raycollect.weights.protocol import Atom, Digests, RankState, Version
+from raycollect.weights.protocol import RankState, Version
 from raycollect.weights.reads import Arrived
 from raycollect.weights.receipts import RankReceipt
 from raycollect.weights.source import WAIT_S, ServedArrays
+from raycollect.weights.target import Target
 
 HOLDER_S, LENDER_S = 5.0, 1.0
 """How long to wait for a holder while other holders remain, and for one that only has to lend, in seconds."""
@@ -86,21 +86,19 @@ class Receiver:
         self._offered = ServedArrays([], is_frozen=True)  # what arrived of the next one, for other ranks of this host
         self._lends = False
         self._staged: list[Array] = []  # the tensors, as of the last `stage`
-        self._among: tuple[Atom, ...] = ()  # the atoms of a version; versions usually have the same ones
-        self._parts: dict[Atom, tuple[AtomPart, ...]] = {}  # where the atoms of this rank lie
+        self._target = Target(self._side)
         self._marked: list[Range] = []  # the ranges that are dirty by an update in place
         self._ahead = 0  # bytes that were read for a stream
         self._next: dict[Atom, Array] = {}  # the verified elements of the next version
         self._lent: list[tuple[Borrowed, list[Atom]]] = []  # those that holders lend
         self._checked: dict[Atom, tuple[Key, bytes]] = {}  # atoms of a stream that were verified in a holder's memory
-        # The atoms that were written last: the digest in the version, and those of the parts as they lie here
-        self._written: dict[Atom, tuple[bytes, list[bytes]]] = {}
         self._mapped: dict[str, Array] = {}  # keeps the memory of the last version's holders mapped
         self._base: tuple[Digests, Holders] = {}, ()  # of the version staged last: the digests, and its holders
         self.state: RankState = RankState()
         self.loan: Loan = None  # of what was staged last
         self.stale_holders: tuple[Key, ...] = ()  # the keys of holders that did not have the version staged last
-        self.where: tuple[Range, ...] = tuple(span for span in self._side.ranges() if span[0] < span[1])
+        self._ranges: list[Range] = self._side.ranges()
+        self.where: tuple[Range, ...] = tuple(span for span in self._ranges if span[0] < span[1])
         self.form: tuple[Any, ...] = (name, inplace, is_own, rank, tuple(layouts.items()))
 
     def stage(self, version: Version, holders: Holders, timeout_s: float, *, lends: bool = False) -> RankReceipt:
@@ -116,14 +114,14 @@ class Receiver:
         """
         began_s = time.monotonic()
         self._staged = live = self._side.read(self._live())  # refuses replaced tensors before any rank shows it
-        self._know(tuple(version.digests))
+        self._know(version.cut)
         self.release()
         self._lends = lends
         # Backwards, as the publisher has written the last ones last: they may still be in the cache
-        wanted = {atom: version.digests[atom] for atom in reversed(self._parts)}
+        wanted = {atom: version.digests[atom] for atom in reversed(self._target.parts)}
         self._next = {atom: it for atom, it in self._next.items() if self.state.landed.get(atom) == wanted[atom]}
         if self.inplace:
-            self.state = protocol.stage_in_place(self.state, version, wanted, self._lying(version, live))
+            self.state = protocol.stage_in_place(self.state, version, wanted, self._lying(live))
             self._mark(version)
         else:
             self.state = protocol.stage(replace(self.state, landed=self._present(wanted, live)), version, wanted)
@@ -131,7 +129,7 @@ class Receiver:
         self._checked.clear()
         if self.state.missing:
             self.release()
-            who, detail = self._here.actor, reads.missing(self.state, holders, failures)
+            who, detail = self._here.actor, reads.missing(self.state, self._target.cut, holders, failures)
             raise VersionNotWholeError(
                 name=self.name, version=str(version), rank=self._side.rank, actor=who, detail=detail
             )
@@ -151,15 +149,15 @@ class Receiver:
             seconds=time.monotonic() - began_s,
         )
 
-    def open_stream(self, version: Version, among: Sequence[Atom]) -> None:
-        """Begins to receive a stream; `among` are the version's atoms."""
-        self._know(tuple(among))
-        self.state = protocol.open_stream(self.state, version, among)
+    def open_stream(self, version: Version) -> None:
+        """Begins to receive a stream."""
+        self._know(version.cut)
+        self.state = protocol.open_stream(self.state, version.label, version.cut.atoms)
         self._ahead = 0
 
     def land(self, version: Version, part: Digests, holders: Holders, timeout_s: float) -> int:
         """Reads atoms of the open version, and returns the bytes; `stage` reads atoms that this could not get."""
-        part = {atom: digest for atom, digest in part.items() if atom in self._parts}
+        part = {atom: digest for atom, digest in part.items() if atom in self._target.parts}
         self.state = protocol.expect(self.state, version, part)
         if self.state.staged != version or not self.state.is_open:  # late
             return 0
@@ -179,7 +177,7 @@ class Receiver:
         until_s = time.monotonic() + limit_s
         live = self._staged if is_fresh else self._side.read(self._live())
         if self.inplace and self.state.staged == version:
-            present = {**self.state.landed, **self._lying(version, live)}
+            present = {**self.state.landed, **self._lying(live)}
             self.state = protocol.stage_in_place(self.state, version, self.state.wanted, present)
         elif not is_fresh and protocol.may_show(self.state, version):
             self._mend(version, limit_s, live)
@@ -190,7 +188,8 @@ class Receiver:
             self._copy(live, max(until_s - time.monotonic(), 0.0))
             self.release()
             self._next.clear()
-        store.mark_written([*self._side.wholes(), *self._marked])
+        if store.dirty:
+            store.mark_written([*self._side.wholes(), *self._marked])
         self._marked.clear()
         self._refusals.pop(self.where, None)
         self.state = protocol.show(self.state, version)
@@ -212,54 +211,24 @@ class Receiver:
         One converted atom is in memory at a time. None is made once the first atom is written, so that no lack of
         memory leaves a half-written version.
         """
-        differing = []
+        differing: dict[Atom, Sequence[AtomPart]] = {}
         for atom, array in reversed(self._next.items()):  # the cache may have those that were verified last
-            digest, lying = self.state.wanted[atom], []
-            differs = atom in self._written  # what was written last is known to differ
-            for box, element in self._elements(atom, array, live):
-                differs = differs or not digests.is_same(box, element)
-                lying.append(digest if element is array else digests.digest(element))
-                del element  # before the next one is made
-            self._written[atom] = digest, lying
-            if differs:
-                differing.append(atom)
+            if parts := self._target.differing(atom, self.state.wanted[atom], array, live):
+                differing[atom] = parts
         if differing:
             with self._here.store.writing(self._side.memory(), limit_s=limit_s):
                 self._served.withdraw(self._here.store)
                 with Deferred():  # a handler that raises would leave a mix of two versions
-                    for atom in differing:
-                        for box, element in self._boxes(atom, self._next[atom], live):
-                            convert(box, element)
-                    self._side.wrote(self._here.store, {name for name, _ in differing})
-
-    def _boxes(self, atom: Atom, array: Array, live: list[Array]) -> Iterator[tuple[Array, Array]]:
-        """Yields the parts of an atom: the box of a tensor, and its elements as they were put."""
-        for part in self._parts[atom]:
-            element = array
-            if part.box != atom[1]:
-                lo, _ = moved(part.box, atom[1][0], (0,) * array.ndim)
-                element = box_of(array, lo, part.size)
-            yield self._side.box(live, part), element
-
-    def _elements(self, atom: Atom, array: Array, live: list[Array]) -> Iterator[tuple[Array, Array]]:
-        """Yields the parts of an atom: the box of a tensor, and its elements as they are to lie there."""
-        for box, element in self._boxes(atom, array, live):
-            yield box, element if box.dtype == element.dtype else converted(element, box.dtype)
+                    for atom, parts in differing.items():
+                        self._target.write(atom, parts, self._next[atom], live)
+                    self._side.wrote(self._here.store, (part.name for parts in differing.values() for part in parts))
 
     def _present(self, wanted: Digests, live: list[Array]) -> dict[Atom, bytes]:
         """Returns the atoms with these digests that are here: as they arrived, or in the tensors, read again."""
         return {
             atom: digest
             for atom, digest in wanted.items()
-            if (atom in self._next and self.state.landed.get(atom) == digest)
-            or (
-                (written := self._written.get(atom)) is not None
-                and written[0] == digest
-                and all(
-                    digests.digest(self._side.box(live, part)) == lying
-                    for part, lying in zip(self._parts[atom], written[1], strict=True)
-                )
-            )
+            if (atom in self._next and self.state.landed.get(atom) == digest) or self._target.has(atom, digest, live)
         }
 
     def release(self) -> None:
@@ -290,8 +259,9 @@ class Receiver:
 
     def _live(self) -> list[Array]:
         """Returns the tensors that methods see, some of which may have been replaced; raises as `LocalSide.live`."""
-        live = self._side.live()
-        where = tuple(span for span in self._side.ranges() if span[0] < span[1])
+        live, before = self._side.live(), self._ranges
+        self._ranges = ranges = self._side.ranges()
+        where = self.where if ranges is before else tuple(span for span in ranges if span[0] < span[1])
         if where != self.where:
             self._served.withdraw(self._here.store)
             if (refused := self._refusals.pop(self.where, None)) is not None:
@@ -314,18 +284,16 @@ class Receiver:
                 here.store.mark_dirty([span], [owner])
                 self._marked.append(span)
 
-    def _lying(self, version: Version, live: list[Array]) -> dict[Atom, bytes]:
+    def _lying(self, live: list[Array]) -> dict[Atom, bytes]:
         """Recomputes the digests of landed atoms that lie as they were put: others may have overwritten them."""
-        landed = {atom: parts for atom, parts in self._parts.items() if atom in self.state.landed}
-        lying = self._side.whole(live, landed, version.dtypes)
-        return {atom: digests.digest(box) for atom, box in lying.items()}
+        return self._target.lying(self.state.landed, live)
 
-    def _know(self, among: tuple[Atom, ...]) -> None:
-        if self._among != among:
-            self._among, self._parts = among, atoms.places(self._side.layouts, self._side.rank, among, whole=False)
-            for by_atom in (self._next, self._written, self._checked):
-                for atom in by_atom.keys() - self._parts.keys():
-                    del by_atom[atom]
+    def _know(self, cut: VersionCut) -> None:
+        if self._target.cut != cut:
+            same = self._target.know(cut)
+            self._next = {atom: array for atom, array in self._next.items() if atom in same}
+            self._checked = {atom: checked for atom, checked in self._checked.items() if atom in same}
+            self._base = {atom: digest for atom, digest in self._base[0].items() if atom in same}, self._base[1]
 
     def _read_missing(
         self, version: Version, holders: Holders, timeout_s: float, live: list[Array]
@@ -354,7 +322,7 @@ class Receiver:
                 limit_s = min(left_s, LENDER_S if is_near else HOLDER_S) if has_others else left_s
                 is_bounded = self.inplace or holder.machine != self._here.identity.machine
                 most_nbytes = READ_NBYTES if is_bounded else 1 << 62
-                for some in atoms.batches(mine, self._side.layouts, most_nbytes, MOST_BOXES):
+                for some in self._batches(mine, most_nbytes, places):
                     try:
                         read += self._read(version, holder, places, some, limit_s, live)
                     except RaycollectError as exc:
@@ -372,14 +340,15 @@ class Receiver:
         limit_s: float,
         live: list[Array],
     ) -> int:
-        landed, read = dict[Atom, bytes](), 0
-        borrowed = reads.whole(version, holder, places, some, limit_s, in_arena=self._lends)
+        landed, read, target = dict[Atom, bytes](), 0, self._target
+        borrowed = reads.whole(self._target.cut, holder, places, some, limit_s, in_arena=self._lends)
         try:
             for atom, array in zip(some, borrowed.arrays, strict=True):
-                if borrowed.is_lent and self._checked.get(atom) == (holder.key, self.state.wanted[atom]):
-                    landed[atom] = self.state.wanted[atom]
+                wanted = self.state.wanted[atom]
+                if borrowed.is_lent and self._checked.get(atom) == (holder.key, wanted):
+                    landed[atom] = wanted
                 else:
-                    landed[atom] = self._land(atom, array, live) if self.inplace else digests.digest(array)
+                    landed[atom] = self._landed(atom, array, live)
                     read += array.nbytes
         except BaseException:
             borrowed.close()
@@ -392,8 +361,17 @@ class Receiver:
             self._hold(holder, borrowed, some, right)
         if len(right) < len(some):
             wrong = next(atom for atom in some if atom not in right)
-            raise VersionNotWholeError(name=self.name, detail=f"other bits than were put: {atoms.shown(wrong)}")
+            first = target.cut.differing(wrong, landed[wrong], self.state.wanted[wrong])
+            raise VersionNotWholeError(
+                name=self.name, detail=f"other bits than were put: {self._target.cut.shown(first)}"
+            )
         return read
+
+    def _batches(self, some: Iterable[Atom], most_nbytes: int, places: Atoms) -> list[list[Atom]]:
+        """Divides atoms into those of one request each, at their places in a holder."""
+        return atoms.batches(
+            some, lambda atom: self._target.cut.nbytes([atom]), most_nbytes, MOST_BOXES, lambda atom: len(places[atom])
+        )
 
     def _read_deltas(
         self,
@@ -409,23 +387,29 @@ class Receiver:
 
         An atom that does not lie here like that, or that a failure leaves out, stays missing: it is read as a whole.
         """
-        before = self._base[0]
-        among = {atom: self._parts[atom] for atom in wanted if atom in before}
-        lying = self._side.whole(live, among, version.dtypes)
+        before, target = self._base[0], self._target
+        lying = {atom: boxes for atom in wanted if atom in before and (boxes := target.boxes(atom, live)) is not None}
 
         def get(some: list[Atom]) -> Arrived:
             bases = {atom: lying[atom] for atom in some}
-            arrays, nbytes = reads.deltas(version, holder, places, since, before, bases, limit_s, in_arena=self._lends)
-            if self.inplace:
-                return Arrived({}, {atom: self._land(atom, array, live) for atom, array in arrays.items()}, nbytes)
-            return Arrived(arrays, {atom: digests.digest(array) for atom, array in arrays.items()}, nbytes)
+            arrays, nbytes = reads.deltas(
+                target.cut, holder, places, since, before, bases, limit_s, in_arena=self._lends
+            )
+            landed = {atom: self._landed(atom, array, live) for atom, array in arrays.items()}
+            return Arrived({} if self.inplace else arrays, landed, nbytes)
 
-        most_nbytes = READ_NBYTES // reads.READERS
-        arrived = reads.in_threads(get, atoms.batches(lying, self._side.layouts, most_nbytes, MOST_BOXES))
+        arrived = reads.in_threads(get, self._batches(lying, READ_NBYTES // reads.READERS, places))
         for some in arrived:
             self.state = protocol.land(self.state, version, some.landed)
             self._next |= {atom: it for atom, it in some.arrays.items() if some.landed[atom] == self.state.wanted[atom]}
         return sum(some.nbytes for some in arrived)
+
+    def _landed(self, atom: Atom, array: Array, live: list[Array]) -> bytes:
+        """Returns the recomputed digest of an atom that has arrived; writes it in place."""
+        wanted = self.state.wanted[atom]
+        return (
+            self._target.land(atom, wanted, array, live) if self.inplace else self._target.digest(atom, wanted, array)
+        )
 
     def _hold(self, holder: Holder, borrowed: Borrowed, some: list[Atom], right: list[Atom]) -> None:
         """Keeps verified atoms until methods see them."""
@@ -436,14 +420,3 @@ class Receiver:
             self._mapped[holder.incarnation] = borrowed.arrays[0]
             if self.state.is_open:
                 self._checked |= {atom: (holder.key, self.state.wanted[atom]) for atom in right}
-
-    def _land(self, atom: Atom, array: Array, live: list[Array]) -> bytes:
-        """Writes an atom into the tensors, and returns the digest of the written bytes."""
-        pairs = list(self._elements(atom, array, live))
-        if len(pairs) == 1 and pairs[0][1] is array:
-            return digests.copied(*pairs[0])
-        digest = digests.digest(array)
-        for box, element in pairs:
-            if digests.copied(box, element) != digests.digest(element):
-                return b""
-        return digest

@@ -25,7 +25,7 @@ from raycollect.pos.handle import Handle
 from raycollect.ray_bridge import ray_actors
 from raycollect.weights import agent
 from raycollect.weights.atoms import Layouts
-from raycollect.weights.exclusion import running_loop
+from raycollect.weights.exclusion import OwnProcess, running_loop
 from raycollect.weights.ranks import Ranks
 
 
@@ -71,7 +71,7 @@ class OwnRank(Ranks):
 
     def __init__(self, op: str, handle: Handle, *args: Any) -> None:
         super().__init__(op, [handle], *args)
-        self._process = agent.OwnProcess(running_loop())
+        self._process = OwnProcess(running_loop(), op)
 
     def call(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """See `Ranks`."""

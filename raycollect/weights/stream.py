@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,8 +23,9 @@ from raycollect.driver.plan_tracker import retrieve_errors
 from raycollect.errors import VersionNotPutError, refuse, wrong_argument, wrong_time_limit
 from raycollect.errors.text import shown
 from raycollect.weights import agent, protocol
+from raycollect.weights.cut import Atom, VersionCut
 from raycollect.weights.directory import Atoms, Holder, Holders
-from raycollect.weights.protocol import Atom, RankEvent, RankSealed, RankSealedPart, Tell, Version
+from raycollect.weights.protocol import RankEvent, RankSealed, RankSealedPart, Tell, Version
 from raycollect.weights.ranks import ATTACH_S, Job, Ranks, event_of
 from raycollect.weights.receipts import Receipt
 from raycollect.weights.receiver import HOLDER_S
@@ -48,8 +48,8 @@ class Publisher(Protocol):
     def _one_at_a_time(self, op: str, timeout_s: float, until_s: float) -> AbstractContextManager[None]:
         """Waits until no other thread puts anything, and bounds what the directory may take."""
 
-    def _places_on(self, rank: int) -> Atoms:
-        """Where the atoms of the next version lie on a rank."""
+    def _places_on(self, rank: int, cut: VersionCut) -> Atoms:
+        """Where the atoms of a stream lie on a rank."""
 
     def _holder(self, rank: int, key: Key) -> Holder:
         """A rank, of which some atoms can be had."""
@@ -57,7 +57,7 @@ class Publisher(Protocol):
     def _forget_overwritten(self) -> None:
         """Forgets the version before the last, in whose place the next one is sealed."""
 
-    def _finish(self, job: Job, timeout_s: float, keys: Mapping[int, Key], among: Sequence[Atom]) -> None:
+    def _finish(self, job: Job, timeout_s: float, keys: Mapping[int, Key]) -> None:
         """Posts the version of a put that is over."""
 
 
@@ -70,13 +70,10 @@ class Stream(BoundToProcess):
 
     _INSTEAD = "call and commit it here; subscribe(name, ...) reads the version from there"
 
-    def __init__(
-        self, publication: Publisher, subscriptions: Sequence[Subscription], version: Version, among: Sequence[Atom]
-    ) -> None:
+    def __init__(self, publication: Publisher, subscriptions: Sequence[Subscription], version: Version) -> None:
         self.version: Version = version
         self._publication = publication
         self._subscriptions = list(subscriptions)
-        self._among = tuple(among)
         self._attempt = secrets.token_bytes(8)
         begun, _ = protocol.begin_put(version, len(publication._ranks))
         self._job = Job(round=begun, errors={})
@@ -84,12 +81,12 @@ class Stream(BoundToProcess):
         self._has = [set[Atom]() for _ in range(len(publication._ranks))]  # by rank: the sealed atoms
         # By rank, the pending calls in order: a ref or a generator, and whether the call seals all
         self._sealing: list[deque[tuple[Any, bool]]] = [deque() for _ in range(len(publication._ranks))]
-        self._untold: list[tuple[Atom, ...] | None] = [self._among] * len(publication._ranks)
+        self._untold: list[VersionCut | None] = [version.cut] * len(publication._ranks)
         self._landing: dict[Any, _Target] = {}
         self._due: dict[_Target, dict[Atom, bytes]] = {}
         self._wanted: dict[_Target, frozenset[Atom]] = {}
         for number, subscription in enumerate(self._subscriptions):
-            for rank, atoms in enumerate(subscription._open_stream(version, self._among)):
+            for rank, atoms in enumerate(subscription._open_stream(version)):
                 self._wanted[number, rank] = atoms
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> None:
@@ -151,7 +148,7 @@ class Stream(BoundToProcess):
         while not self._job.round.is_over:
             if not self._pump(max(until_s - time.monotonic(), 0.0)):
                 self._job.end_late()
-        self._publication._finish(self._job, timeout_s, self._keys, self._among)
+        self._publication._finish(self._job, timeout_s, self._keys)
         self.version = self._job.round.version
 
     def __repr__(self) -> str:
@@ -179,9 +176,9 @@ class Stream(BoundToProcess):
             raise VersionNotPutError(name=self._publication.name, version=str(self.version), detail=detail)
 
     def _of(self, rank: int) -> tuple[Any, ...]:
-        """Returns the first arguments of a call to a rank of the publisher; the atoms are sent only once."""
-        among, self._untold[rank] = self._untold[rank], None
-        return self._publication.name, rank, replace(self.version, dtypes={}), among, self._attempt
+        """Returns the first arguments of a call to a rank of the publisher; the cut is sent only once."""
+        cut, self._untold[rank] = self._untold[rank], None
+        return self._publication.name, rank, self.version.label, cut, self._attempt
 
     def _pump(self, wait_s: float) -> bool:
         """Handles the answers that have arrived, and waits up to `wait_s` for the first; returns whether any had."""
@@ -238,15 +235,13 @@ class Stream(BoundToProcess):
         part = self._due.pop(target, None)
         if part:
             number, rank = target
-            dtypes = {name: self.version.dtypes[name] for name, _ in part}
-            version = replace(self.version, dtypes=dtypes)
-            ref = self._subscriptions[number]._land(rank, version, part, self._holders(part), HOLDER_S)
+            ref = self._subscriptions[number]._land(rank, self.version.label, part, self._holders(part), HOLDER_S)
             self._landing[ref] = target
 
     def _holders(self, part: Mapping[Atom, bytes]) -> Holders:
         holders: list[tuple[Holder, Atoms]] = []
         for rank, key in self._keys.items():
-            places = self._publication._places_on(rank)
+            places = self._publication._places_on(rank, self.version.cut)
             mine = {atom: places[atom] for atom in part if atom in self._has[rank] and atom in places}
             if mine:
                 holders.append((self._publication._holder(rank, key), mine))

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -32,11 +32,10 @@ from raycollect.errors.text import shown
 from raycollect.planner.layout import Layout
 from raycollect.ray_bridge import ray_session
 from raycollect.weights import agent, atoms, protocol
-from raycollect.weights.directory import Holder, Holders, Listed, VersionDirectory
+from raycollect.weights.cut import NO_CUT, Atom, Digests, VersionCut
+from raycollect.weights.directory import Atoms, Holder, Holders, Listed, VersionDirectory
 from raycollect.weights.hosts import Sharing
 from raycollect.weights.protocol import (
-    Atom,
-    Digests,
     Phase,
     RankEvent,
     RankFailed,
@@ -119,8 +118,10 @@ class Subscription(WeightSide):
             (agent.drop_receiver, self._id),
         )
         self._version = protocol.shown_by_all(self._ranks.shown)
-        self._turns = Turns(name)
-        self._places: dict[tuple[bytes, int], tuple[tuple[Atom, ...], dict[Atom, Any]]] = {}
+        self._turns = Turns(name, is_own=isinstance(ranks, OwnRank))
+        self._places: dict[
+            tuple[bytes, int, bool], tuple[VersionCut, Atoms]
+        ] = {}  # where holders have the atoms of a cut
         self._opened()
 
     def version(self) -> Version | None:
@@ -199,15 +200,15 @@ class Subscription(WeightSide):
         if faults:
             raise refusal("update", "", faults)
 
-    def _open_stream(self, version: Version, among: Sequence[Atom]) -> list[frozenset[Atom]]:
+    def _open_stream(self, version: Version) -> list[frozenset[Atom]]:
         """Makes the ranks begin to receive a stream; returns the atoms that each needs."""
         if self._inplace:
             return []  # the ranks would be dirty for as long as the stream lasts
         wanted = []
         with self._turns.taken("stream", ATTACH_S, time.monotonic() + ATTACH_S):  # not between an update's two phases
             for rank in range(len(self._ranks)):
-                self._ranks.call(rank, agent.receive, self._id, rank, "open_stream", version, among)
-                wanted.append(frozenset(atoms.places(self._ranks.layouts, rank, among, whole=False)))
+                self._ranks.call(rank, agent.receive, self._id, rank, "open_stream", version)
+                wanted.append(frozenset(atoms.places(self._ranks.layouts, rank, version.cut, whole=False)))
         return wanted
 
     def _land(self, rank: int, version: Version, part: Digests, holders: Holders, limit_s: float) -> Any:
@@ -225,7 +226,7 @@ class Subscription(WeightSide):
                 if is_alone:
                     return self._ranks.call(rank, agent.update, *args, time.monotonic() + left_s())
                 return self._ranks.call(rank, agent.stage, *args, sharing.is_lender(rank))
-            return self._ranks.call(rank, agent.show, self._id, rank, replace(version, digests={}), left_s())
+            return self._ranks.call(rank, agent.show, self._id, rank, version.label, left_s())
 
         def read(rank: int, answer: Any) -> RankEvent:
             if isinstance(answer, tuple):
@@ -247,18 +248,17 @@ class Subscription(WeightSide):
         return job
 
     def _holders(self, version: Version, records: Sequence[Holder]) -> Holders:
-        among = tuple(version.digests)
         holders = []
         for record in records:
             layouts = self._directory.layouts(record.signature, version.epoch)
             if layouts is None:
                 continue
-            before, places = self._places.get((record.signature, record.rank), ((), {}))
-            if before != among:
-                places = atoms.held_places(layouts, record.rank, among)
-                others = {name for name, layout in layouts.items() if layout.dtype != version.dtypes.get(name)}
-                places = {atom: place for atom, place in places.items() if atom[0] not in others}  # as they were put
-                self._places[record.signature, record.rank] = among, places
+            of = record.signature, record.rank, record.is_publisher
+            cut, places = self._places.get(of, (NO_CUT, {}))
+            if cut != version.cut:
+                lie = atoms.served_places if record.is_publisher else atoms.held_places
+                places = lie(layouts, record.rank, version.cut)
+                self._places[of] = version.cut, places
             holders.append((record, places))
         return holders
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from raycollect.core.claims import ClaimedError, Claims
 from raycollect.core.signals import Allowed, Deferred
 from raycollect.errors import VersionError, VersionTimeoutError
+from raycollect.weights.exclusion import blocking_in_loop, running_loop
 
 
 class Turns:
@@ -15,10 +16,13 @@ class Turns:
 
     Args:
         name: The name of the publication, for messages.
+        is_own: Whether the operations are calls for tensors of this process. An event loop does not wait for them, as
+            they may need it to release a lock.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, is_own: bool = False) -> None:
         self._name = name
+        self._is_own = is_own
         self._claims = Claims()
 
     @contextmanager
@@ -33,12 +37,16 @@ class Turns:
         Raises:
             VersionTimeoutError: The other operation has not ended in time.
             VersionError: This thread runs an operation: a signal handler or a finalizer has interrupted it.
+            UnsupportedError: The caller is in an event loop, which does not wait.
         """
+        never_waits = self._is_own and running_loop() is not None
         with Deferred():
             try:
-                with self._claims.claim(self._name, until_s), Allowed():
+                with self._claims.claim(self._name, 0.0 if never_waits else until_s), Allowed():
                     yield
             except ClaimedError as exc:
+                if never_waits and not exc.is_own:
+                    raise blocking_in_loop(op) from None
                 raise self._refused(op, timeout_s, is_own=exc.is_own) from None
 
     def _refused(self, op: str, timeout_s: float, *, is_own: bool) -> VersionError:

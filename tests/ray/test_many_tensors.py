@@ -29,9 +29,12 @@ class Model(col.CollectiveParticipant):
         self.weights = {name: np.full(3 + (at == odd), value, np.float32) for at, name in enumerate(names(count))}
         return self.weights
 
+    def get(self):
+        return self.weights
+
     @col.by_value
-    def fill(self, value):
-        for array in self.weights.values():
+    def fill(self, value, name=None):
+        for array in [self.weights[name]] if name else self.weights.values():
             array.fill(value)
 
     @col.by_value
@@ -77,3 +80,29 @@ def test_a_reshard_of_very_many_tensors_is_right_at_once_and_in_a_loop(actors, c
         col.reshard_refs(refs[:1], refs[1:], src=layouts, dst=layouts, group_name="many")
         assert hold(models, value)
     group.destroy()
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_versions_of_very_many_tensors_are_right_and_a_tensor_that_differs_is_named(actors, count):
+    trainer, replica, *rollouts = actors(Model, 4)
+    refs = [actor.make.remote(count, 0) for actor in (trainer, replica, *rollouts)]
+    name = f"many {count}"
+    with col.publish(refs[:2], name) as pub, col.subscribe(name, refs[2:]) as sub:
+        for value in (1, 2, 3):
+            ray.get([actor.fill.remote(value) for actor in (trainer, replica)])
+            pub.put()
+            (receipt,) = pub.push([sub])
+            assert hold(rollouts, value)
+            assert [one.nbytes for one in receipt.ranks] == [receipt.version.nbytes] * 2
+            assert all(one.digests == receipt.version.digests for one in receipt.ranks)
+        assert receipt.version.dtypes.keys() == set(names(count))
+        wrong = names(count)[count // 3]
+        ray.get(replica.fill.remote(4, wrong))
+        with pytest.raises(errors.VersionNotPutError) as caught:
+            pub.put()
+        assert repr(wrong) in caught.value.detail
+        ray.get(trainer.fill.remote(4, wrong))
+        pub.put()
+        assert pub.push([sub])[0].version.number == 4
+        held = col.get([rollout.get.remote() for rollout in rollouts])
+        assert [float(one[wrong][0]) for one in held] == [4.0, 4.0]

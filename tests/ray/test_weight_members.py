@@ -72,6 +72,20 @@ class Rollout:
         return before, len(said)
 
 
+class SeenLock:
+    """A lock of asyncio that tells when it is awaited."""
+
+    def __init__(self):
+        self.lock, self.awaited = asyncio.Lock(), asyncio.Event()
+
+    async def __aenter__(self):
+        self.awaited.set()
+        await self.lock.acquire()
+
+    async def __aexit__(self, *exc):
+        self.lock.release()
+
+
 @ray.remote(num_cpus=0)
 class AsyncRollout:
     def __init__(self):
@@ -170,6 +184,26 @@ def test_an_async_process_updates_itself_while_it_generates(name):
         ray.get(generating)
     assert mixed == []
     assert 20.0 in seen
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_an_event_loop_does_not_wait_for_a_thread_that_needs_it(name, is_same):
+    async def updated():
+        first, second = zeros(), zeros()
+        lock = SeenLock()
+        with col.subscribe(name, first, lock=lock) as sub, col.subscribe(name, second) as other:
+            async with lock.lock:
+                under_way = asyncio.create_task(asyncio.to_thread(sub.update, timeout_s=20))
+                await lock.awaited.wait()
+                with pytest.raises(errors.UnsupportedError):
+                    (sub if is_same else other).update(timeout_s=5)
+            assert (await under_way).version.number == 1
+            assert other.update().version.number == 1
+        return values(first), values(second)
+
+    with col.publish({key: array + 3 for key, array in zeros().items()}, name) as pub:
+        pub.put()
+        assert asyncio.run(updated()) == (values({key: array + 3 for key, array in zeros().items()}),) * 2
 
 
 @pytest.mark.parametrize("dtype", ["float16", np.float16, "auto"])

@@ -234,6 +234,8 @@ def _variants() -> list[RaycollectError]:
         MethodError(op="step", actor="W(aa)", call=3, detail="a value of type set"),
         PushError(name="policy", detail="1 of 2", receipts=("receipt", None), errors=(None, late)),
         VersionTimeoutError(name="policy", version="3 of epoch 1"),
+        VersionTimeoutError(name="policy", missing=(1,), is_shown=True),
+        VersionTimeoutError(name="policy", missing=(1,), is_shown=True, has_given_up=True),
         errors.TracedValueError(detail="d", value="rate", use="+", where="train.py:12"),
         *(CaptureBrokenError(detail="broken", why=text) for text in why),
         errors.HolderUnreachableError(op="get", peer="10.0.0.1:5", ref="00c0", detail="refused"),

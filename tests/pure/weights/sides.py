@@ -33,7 +33,7 @@ HERE = Holder(
     is_publisher=True,
 )
 KEY, OTHER = Key(b"k" * 28), Key(b"o" * 28)
-V1 = Version(1, 1, dtypes=dict.fromkeys(NAMES, "float32"), count=1)
+V1 = Version(1, 1, cut=AMONG, count=1)
 
 
 def tensors(value):
@@ -49,7 +49,7 @@ def receiver(here, held, **kwargs):
 
 
 def holder(key):
-    places = atoms.held_places(LAYOUTS, 0, AMONG)
+    places = atoms.served_places(LAYOUTS, 0, AMONG)
     return structs.replace(HERE, key=key), places
 
 

@@ -66,14 +66,13 @@ class World:
     def put(self) -> tuple[Version, list[tuple[Holder, Any]]]:
         """Puts a version; returns it with its holders."""
         self.count += 1
-        version = Version(1, self.count, dtypes=DTYPES, count=self.count)
-        among = atoms.cut(_layouts(), [])
-        key, digests = self.source.seal(version, among, bytes([self.count]))
+        version = Version(1, self.count, cut=atoms.cut(_layouts(), []), count=self.count)
+        key, digests = self.source.seal(version, version.cut, bytes([self.count]))
         return replace(version, digests=digests), [self.holder(key)]
 
     def holder(self, key: Key) -> tuple[Holder, Any]:
         holder = structs.replace(HERE, address=self._here.address, machine="another", key=key)
-        return holder, atoms.held_places(_layouts(), 0, atoms.cut(_layouts(), []))
+        return holder, atoms.served_places(_layouts(), 0, atoms.cut(_layouts(), []))
 
     def brings(self, receiver: Receiver) -> int:
         """Puts a version and shows it; returns the bytes that were read."""

@@ -17,6 +17,7 @@ from raycollect.errors import (
 from raycollect.planner.layout import layout
 from raycollect.pos import Container
 from raycollect.weights import agent, atoms
+from raycollect.weights.exclusion import OwnProcess
 from raycollect.weights.local_side import LocalSide
 from raycollect.weights.receiver import Receiver
 from raycollect.weights.source import Source
@@ -135,7 +136,7 @@ def test_a_receiver_serves_what_its_gpu_has_to_another(here, fake):
 def test_parts_of_a_stream_may_be_on_a_gpu(here, fake):
     rollout = held(fake, 0, "gpu", "host", "gpu")
     src, dst = source(here, held(fake, 1, "gpu", "host", "gpu")), receiver(here, rollout)
-    dst.open_stream(V1, AMONG)
+    dst.open_stream(V1)
     parts = {"a": np.full((4, 6), 5, np.float32), "b": put(fake, np.full((4, 6), 6, np.float32), "gpu with gaps")}
     key, digests = src.seal_part(V1, AMONG, b"1", parts)
     dst.land(V1, digests, [holder(key)], 1.0)
@@ -158,15 +159,15 @@ def test_floats_are_converted_and_local_tensors_lie_transposed(here, fake):
     trainer, rollout = {"w": put(fake, values, "gpu")}, {"w": put(fake, np.zeros((6, 4), np.float16), "gpu with gaps")}
     src = Source(here, Container.of(trainer, arrays.is_tensor), wide, 0, dtype="float16")
     dst = Receiver(here, "policy", Container.of(rollout, arrays.is_tensor), turned, 0, inplace=False)
-    version = replace(V1, dtypes={"w": "float16"})
+    version = replace(V1, cut=among)
     key, digests = src.seal(version, among, b"1")
     version, (there, _) = replace(version, digests=digests), holder(key)
-    dst.stage(version, [(there, atoms.held_places(wide, 0, among))], 1.0)
+    dst.stage(version, [(there, atoms.served_places(wide, 0, among))], 1.0)
     assert dst.show(version)
     same(rollout["w"], values.astype(np.float16))
     folded = {"w": np.zeros((6, 4), np.float32)}
     other = Receiver(here, "policy", Container.of(folded, arrays.is_tensor), wide, 0, inplace=False)
-    other.stage(version, [(there, atoms.held_places(wide, 0, among))], 1.0)
+    other.stage(version, [(there, atoms.served_places(wide, 0, among))], 1.0)
     assert other.show(version)
     same(folded["w"], values)
 
@@ -204,7 +205,7 @@ def test_what_does_not_fit_is_refused(here, fake):
         receiver(here, overlapping)
     LocalSide("publish", Container.of(overlapping, arrays.is_tensor), LAYOUTS, 0, is_written=False)
     here.store.put(KEY, Container.of(held(fake, 0, "gpu", "host", "host"), arrays.is_tensor))
-    asked = agent.OwnProcess(None), "subscribe", KEY, LAYOUTS, 0, None
+    asked = OwnProcess(None), "subscribe", KEY, LAYOUTS, 0, None
     agent.check_side(*asked, False)
     with pytest.raises(UnsupportedError):
         agent.check_side(*asked, True)

@@ -201,7 +201,7 @@ def publication_of_epoch_1():
     pub._ranks = Ranks("publish", [], LAYOUTS, None)
     pub._directory = VersionDirectory("policy")
     pub._directory.keep_epoch(1, "p")
-    pub._cut, pub._places = (frozenset(), ()), {}
+    pub._cuts, pub._places, pub._nbytes = {}, {}, 0
     pub._used = pub._before = Version(1, 0)
     pub._last = pub._pushed = publication._Put(pub._used)
     return pub

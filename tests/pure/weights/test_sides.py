@@ -33,6 +33,7 @@ from raycollect.errors import (
 from raycollect.planner.layout import layout
 from raycollect.pos import Container
 from raycollect.weights import agent, atoms
+from raycollect.weights.exclusion import OwnProcess
 from raycollect.weights.ranks import Ranks
 from raycollect.weights.receiver import Receiver
 from raycollect.weights.side_ranks import ActorRanks
@@ -64,20 +65,20 @@ def here():
 
 
 def part_of(name):
-    return {atom for atom in AMONG if atom[0] == name}
+    return {atom for atom in AMONG.atoms if atom[0] == name}
 
 
 def test_parts_land_before_the_rest_and_what_has_landed_is_not_read_again(here):
     held, mine = tensors(1), tensors(0)
     src, dst = source(here, held), receiver(here, mine)
-    dst.open_stream(V1, AMONG)
+    dst.open_stream(V1)
     key, digests = src.seal_part(V1, AMONG, b"1", "a")
     assert set(digests) == part_of("a")
     assert dst.land(V1, digests, [holder(key)], 1.0) == NBYTES
     held["a"].fill(9)  # it has been sealed
     same, rest = src.seal(V1, AMONG, b"1")
     assert same == key
-    assert set(rest) == set(AMONG)
+    assert set(rest) == set(AMONG.atoms)
     whole = replace(V1, digests=rest)
     assert dst.land(V1, {}, [], 1.0) == 0
     assert dst.stage(whole, [holder(key)], 1.0).nbytes == 3 * NBYTES
@@ -98,7 +99,7 @@ def test_holders_that_do_not_have_the_version_any_more_are_named(here):
 def test_a_version_that_is_open_is_not_shown(here):
     src, mine = source(here, tensors(1)), tensors(0)
     dst = receiver(here, mine)
-    dst.open_stream(V1, AMONG)
+    dst.open_stream(V1)
     key, digests = src.seal_part(V1, AMONG, b"1", list(NAMES))
     dst.land(V1, digests, [holder(key)], 1.0)
     assert not dst.state.missing
@@ -305,7 +306,7 @@ def test_in_place_what_others_write_before_the_commit_is_not_shown(here):
     assert dst.stage(whole, [holder(key)], 1.0).nbytes == NBYTES
 
 
-OWN = agent.OwnProcess(None)
+OWN = OwnProcess(None)
 
 
 @pytest.fixture
@@ -464,10 +465,10 @@ def test_a_receiver_that_converts_has_one_converted_atom_in_memory_at_a_time(her
     src = Source(here, Container.of(held, arrays.is_tensor), layouts, 0)
     dst = Receiver(here, "policy", Container.of(mine, arrays.is_tensor), halves, 0, inplace=False)
     for number in (1, 2):
-        version = replace(V1, number=number, count=number)
+        version = replace(V1, number=number, count=number, cut=among)
         key, digests = src.seal(version, among, b"%d" % number)
         version = replace(version, digests=digests)
-        dst.stage(version, [(holder(key)[0], atoms.held_places(layouts, 0, among))], 1.0)
+        dst.stage(version, [(holder(key)[0], atoms.served_places(layouts, 0, among))], 1.0)
         tracemalloc.start()
         assert dst.show(version)
         _, peak_nbytes = tracemalloc.get_traced_memory()

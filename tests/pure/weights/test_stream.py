@@ -111,16 +111,16 @@ def test_the_calling_process_is_called_after_the_other_receiver_groups(monkeypat
 
 
 def test_a_part_is_asked_of_those_who_have_sealed_it():
-    places = [dict.fromkeys(AMONG, (0, (0, 0)))] * 2
-    replicas = SimpleNamespace(_ranks=[None, None], _places_on=places.__getitem__, _holder=lambda rank, key: rank)
-    stream = Stream(replicas, [], V1, AMONG)
+    places = dict.fromkeys(AMONG.atoms, ((0, (0, 0), (4, 6)),))
+    replicas = SimpleNamespace(_ranks=[None, None], _places_on=lambda rank, cut: places, _holder=lambda rank, key: rank)
+    stream = Stream(replicas, [], V1)
     for rank, names in enumerate((NAMES, NAMES[:1])):
         stream._keys[rank] = b"key"
-        stream._has[rank].update(atom for atom in AMONG if atom[0] in names)
-    holders = stream._holders(dict.fromkeys(AMONG, b"digest"))
+        stream._has[rank].update(atom for atom in AMONG.atoms if atom[0] in names)
+    holders = stream._holders(dict.fromkeys(AMONG.atoms, b"digest"))
     assert [(rank, [name for name, _ in some]) for rank, some in holders] == [(0, list(NAMES)), (1, ["a"])]
-    replicas._places_on = lambda rank: {}  # another stream has begun, whose receivers cut otherwise
-    assert stream._holders(dict.fromkeys(AMONG, b"digest")) == []
+    replicas._places_on = lambda rank, cut: {}  # another stream has begun, whose receivers cut otherwise
+    assert stream._holders(dict.fromkeys(AMONG.atoms, b"digest")) == []
 
 
 def test_a_rank_whose_methods_overlap_is_called_once_the_call_before_has_ended(monkeypatch):
@@ -142,7 +142,7 @@ def test_a_rank_whose_methods_overlap_is_called_once_the_call_before_has_ended(m
     ranks = Ranks("publish", [None] * 2, {name: layout([4, 6], mesh={"rank": 2}) for name in NAMES}, None)
     ranks.call, ranks._overlapping = call, frozenset({1})
     publisher = SimpleNamespace(name="policy", _ranks=ranks, _count=0, _one_at_a_time=lambda *_: nullcontext())
-    stream = Stream(publisher, [], V1, AMONG)
+    stream = Stream(publisher, [], V1)
     for name in NAMES:
         stream.part(name)
     assert [len(queue) for queue in stream._sealing] == [len(NAMES), 0]
