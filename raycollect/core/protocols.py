@@ -210,18 +210,11 @@ class Reaching(Protocol):
 
 
 class Faults(Protocol):
-    """Fault injection for tests; the default does nothing."""
+    """Fault injection, for tests."""
 
     def at(self, point: str, seq: int, rank: int) -> None:
         """Called by the engine at each named point of a plan; may raise, block or end the process."""
         ...
-
-
-class NoFaults:
-    """The `Faults` of production."""
-
-    def at(self, point: str, seq: int, rank: int) -> None:
-        """Does nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ import numpy as np
 
 from raycollect.backends import arrays
 from raycollect.core.model import GroupSpec, OpKind, ReduceOp
-from raycollect.core.protocols import NoFaults
 from raycollect.errors import ReadOnlyError, RefusedError
 from raycollect.pos.store import weak
 from tests.pure.communicators import Team
@@ -215,7 +214,7 @@ def test_a_failed_program_keeps_no_memory_on_the_gpu(gpu_fleet: Fleet) -> None:
     gpu_fleet.faults = FailAt(point="before_kernel", rank=0)
     (outcome,) = gpu_fleet.run(OpKind.ALLREDUCE, [key])
     assert outcome.error is not None
-    gpu_fleet.faults = NoFaults()
+    gpu_fleet.faults = None
     assert gpu_fleet.dirty == [1]
     gpu_fleet.stores[0].free([key])
     del tensor

@@ -14,7 +14,7 @@ import numpy as np
 
 from raycollect.backends import arrays
 from raycollect.core.model import GroupSpec, Kernel, Key, Launch, OpKind, ReduceOp, task_key
-from raycollect.core.protocols import Communicator, Faults, NoFaults
+from raycollect.core.protocols import Communicator, Faults
 from raycollect.engine.fusion_buffer import FusionPool
 from raycollect.engine.instruments import POINTS, Instruments
 from raycollect.engine.run import Keep, Outcome, Run
@@ -119,7 +119,7 @@ class Fleet:
         self.aborts: list[dict[int, str]] = [{} for _ in range(world)]
         self.waiting: list[Callable[[Key], None] | None] = [None] * world
         self.takes: list[Keep | None] = [None] * world
-        self.faults: Faults = NoFaults()
+        self.faults: Faults | None = None
         self.allocate = arrays.empty
         self.seq = 0
         self._threads = ThreadPoolExecutor(world)
@@ -219,7 +219,7 @@ class Fleet:
     def works_on(self) -> None:
         """The next collective of the group succeeds."""
         values = [np.full(3, rank + 1.0) for rank in range(self.world)]
-        self.faults = NoFaults()
+        self.faults = None
         self.must(OpKind.ALLREDUCE, self.keep_all(values))
         for value in values:
             np.testing.assert_array_equal(value, np.full(3, self.world * (self.world + 1) / 2))
@@ -269,7 +269,7 @@ class Convoy:
                 self.communicators[one][spec.group_id] = communicator
         self.stores = [Store() for _ in range(self.count)]
         self.recorders = [Recorder(Ticks()) for _ in range(self.count)]
-        self.faults: Faults = NoFaults()
+        self.faults: Faults | None = None
         self.staging = [FusionPool() for _ in range(self.count)]
         self.caches = [RunCache() for _ in range(self.count)]
         self.tracers = [Tracer() for _ in range(self.count)]

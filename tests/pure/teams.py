@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from raycollect.core.model import GroupSpec, Key, OpKind, ReduceOp
-from raycollect.core.protocols import Faults, NoFaults
+from raycollect.core.protocols import Faults
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.run_cache import RunCache
 from raycollect.engine.step_program import (
@@ -101,10 +101,11 @@ class Injected:
     """The faults of a team, which may change from run to run."""
 
     def __init__(self) -> None:
-        self.now: Faults = NoFaults()
+        self.now: Faults | None = None
 
     def at(self, point: str, seq: int, rank: int) -> None:
-        self.now.at(point, seq, rank)
+        if self.now is not None:
+            self.now.at(point, seq, rank)
 
 
 class Team:

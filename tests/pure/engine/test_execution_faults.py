@@ -12,7 +12,6 @@ import pytest
 
 from raycollect.backends import arrays
 from raycollect.core.model import Kernel, Key, Launch, OpKind
-from raycollect.core.protocols import NoFaults
 from raycollect.engine.agreement import Arrival, Spec, encode_arrival, encode_single
 from raycollect.engine.instruments import POINTS
 from raycollect.errors import (
@@ -41,7 +40,7 @@ def _fail_in_kernel(one: Fleet, values: list[Any], keys: list[Key], point: str =
     outcomes = one.run(OpKind.ALLREDUCE, keys)
     assert fault.consumed == 1
     assert isinstance(outcomes[1].error, KernelError)
-    one.faults = NoFaults()
+    one.faults = None
 
 
 def test_a_broadcast_that_overwrites_a_dirty_tensor_whole_cleans_it(fleet: MakeFleet) -> None:
@@ -230,7 +229,7 @@ def test_any_sequence_of_faults_and_refusals_ends_on_all_ranks_and_never_silentl
         values = [np.full(4, rank + 1.0 + turn) for rank in range(world)]
         before, keys = [value.copy() for value in values], one.keep_all(values)
         point, rank = rng.choice([None, *POINTS]), rng.randrange(world)
-        one.faults = NoFaults() if point is None else FailAt(point=point, rank=rank)
+        one.faults = None if point is None else FailAt(point=point, rank=rank)
         if rng.random() < 0.25:
             keys[rng.randrange(world)] = one.new_key()
         kind = rng.choice([OpKind.ALLREDUCE, OpKind.BROADCAST])

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from raycollect.core.model import OpKind, ReduceOp
-from raycollect.core.protocols import NoFaults
 from raycollect.observe.trace import CHECK, COLLECTIVE, KERNEL, PART, STAGING, Ring, Span
 from raycollect.planner import plan
 from tests.pure.engine.convoys import allreduces, convoy_of
@@ -32,7 +31,7 @@ def test_a_run_of_one_kernel(fleet: MakeFleet, point: str | None) -> None:
     assert ring is not None
     for turn in (1, 2):
         keys = one.keep_all(numbers(turn, 2))
-        one.faults = NoFaults() if point is None else FailAt(point=point, rank=1)
+        one.faults = None if point is None else FailAt(point=point, rank=1)
         one.run(OpKind.ALLREDUCE, keys)
         error = "" if point is None else "KernelError"
         check = (CHECK, "consistency check", turn - 1, "")  # a repeated run has one label for all

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from raycollect.backends.tcp.link import TcpMesh
 from raycollect.core.model import Launch
-from raycollect.core.protocols import Communicator, NoFaults
+from raycollect.core.protocols import Communicator
 from raycollect.errors import AliasError, CollectiveTimeoutError, LayoutError, ReadOnlyError
 from raycollect.planner import Reshard
 from raycollect.planner.layout import Layout, Region, layout
@@ -233,7 +233,7 @@ def test_what_is_written_in_part_stays_dirty() -> None:
         reshard = bound({"": src}, {"": gap}, (1,), (0,))
         convoy.faults = FailAt(point="after_kernel", rank=0)
         run(convoy, reshard, {0: np.ones(2, np.float32)}, {0: target})
-        convoy.faults = NoFaults()
+        convoy.faults = None
         must(run(convoy, reshard, {0: np.ones(2, np.float32)}, {0: target}))
         assert convoy.stores[0].statistics().dirty == 1
     np.testing.assert_array_equal(target, [0, 1, 1])

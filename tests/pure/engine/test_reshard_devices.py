@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raycollect.backends import arrays
-from raycollect.core.protocols import NoFaults
 from raycollect.errors import AliasError, RaycollectError
 from raycollect.planner import plan
 from raycollect.planner.explain import explain
@@ -106,7 +105,7 @@ def test_a_failure_leaves_targets_on_gpus_unchanged_and_clean(gpus: Fake, point:
         assert isinstance(outcomes[0].error, RaycollectError)
         same(taken[0], np.full((4, 1), UNTOUCHED))
         assert not convoy.stores[0].statistics().dirty
-        convoy.faults = NoFaults()
+        convoy.faults = None
         must(run(convoy, reshard, given_, taken))
     for rank in range(2):
         same(taken[rank], [[0], [0], [1], [1]])
@@ -122,7 +121,7 @@ def test_a_target_of_a_gpu_beside_one_of_the_host_is_dirty_after_a_failure(gpus:
         run(convoy, reshard, dict.fromkeys(range(2), values), dict(enumerate(taken)))
         assert convoy.stores[0].statistics().dirty == 2
         same(taken[0]["b"], np.zeros((4, 1)))
-        convoy.faults = NoFaults()
+        convoy.faults = None
         must(run(convoy, reshard, dict.fromkeys(range(2), values), dict(enumerate(taken))))
         assert not convoy.stores[0].statistics().dirty
     same(taken[0]["b"], np.ones((4, 1)))

@@ -11,7 +11,6 @@ import pytest
 from raycollect.backends.array_copies import ArrayCopies
 from raycollect.backends.shm.communicator import ShmCommunicator
 from raycollect.core.model import GroupSpec
-from raycollect.core.protocols import NoFaults
 from raycollect.engine.packed_boxes import PackedBoxes
 from raycollect.errors import KernelError, PlanAbortedError
 from raycollect.planner import Request, Reshard
@@ -147,7 +146,7 @@ def test_a_failure_ends_all_and_leaves_what_may_be_half_written_dirty(convoy: Co
     dirty = [store.statistics().dirty for store in convoy.stores]
     assert dirty[:2] == [0, 0]
     assert bool(dirty[rank]) is (rank > 1)  # of the others, those that had begun
-    convoy.faults = NoFaults()
+    convoy.faults = None
     assert start(convoy, RESHARD, keys) == {}
     check(taken, whole)
     assert [store.statistics().dirty for store in convoy.stores] == [0] * WORLD

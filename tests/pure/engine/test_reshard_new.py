@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raycollect.core.protocols import NoFaults
 from raycollect.errors import KernelError, RefusedError, TensorDirtyError
 from raycollect.planner import plan
 from raycollect.planner.explain import explain
@@ -76,7 +75,7 @@ def test_a_failure_before_all_have_theirs_changes_nothing() -> None:
         assert isinstance(outcomes[3].error, KernelError)
         assert all((one["w"] == UNTOUCHED).all() for one in taken.values())
         assert [store.statistics().dirty for store in convoy.stores] == [0] * 4
-        convoy.faults = NoFaults()
+        convoy.faults = None
         must(run(convoy, reshard, shards, taken, snapshot=True))
     np.testing.assert_array_equal(taken[0]["w"], [[1, 1], [1, 1], [2, 2], [2, 2]])
 
@@ -90,7 +89,7 @@ def test_what_is_in_no_region_of_a_half_written_target_is_not_taken_over(argumen
         np.testing.assert_array_equal(made[0][0] if made[0] else target, [0, 1, 1])
         convoy.faults = FailAt(point="after_kernel", rank=0)
         run(convoy, reshard, {0: source}, {0: target})
-        convoy.faults = NoFaults()
+        convoy.faults = None
         outcomes = run(convoy, reshard, {0: source}, {0: target}, **arguments)
         assert {type(one.error) for one in outcomes.values()} == {TensorDirtyError}
 
