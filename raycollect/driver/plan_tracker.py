@@ -3,7 +3,8 @@
 A plan ends in one of three ways. All participants succeed. All refuse it in the agreement before the launch: an error,
 and no tensor was touched. In every other case the tracker tells all who have not ended to abort, and fails with the
 first cause, not with an abort that it led to. Where a plan has several launches, such an abort is passed on, too: a
-rank that waits in another launch than the one that broke would not hear of it there.
+rank that waits in another launch than the one that broke would not hear of it there. After a commit it tells them to
+report their ends instead: a good end is reported by the last participant for all, which may be the one that failed.
 
 A run of a captured step is a plan with more to it: `step_runs.RunTracker`.
 
@@ -318,12 +319,14 @@ class PlanTracker:
         return [(at, message) for at, message in self._abort(position, error) if at not in know]
 
     def _abort(self, position: int, error: RaycollectError) -> Outgoing:
-        """Tells participants that have not ended to abort, once; not after the commit, when none waits for others."""
+        """Tells participants that have not ended to abort, once; after the commit, only to report their ends."""
         with self._lock:
-            was_aborted, self._is_aborted = self._is_aborted or self.is_committed, True
+            was_aborted, self._is_aborted = self._is_aborted, True
         if was_aborted:
             return []
-        if position < 0:
+        if self.is_committed:  # none waits for others
+            reason = ""
+        elif position < 0:
             reason = str(error)[:_MAX_REASON_CHARS]
         else:
             reason = f"{type(error).__name__} on {self.location.describe(position)}"

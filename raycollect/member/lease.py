@@ -324,11 +324,12 @@ class Lease:
             self.not_begun(decode_order(message.payload)[0].seq, exc)
 
     def _abort(self, message: messages.Abort) -> None:
-        self._runtime.instruments.recorder.add("abort", message.seq, message.reason)
+        if message.reason:
+            self._runtime.instruments.recorder.add("abort", message.seq, message.reason)
         if self._sequencer.abort(message.seq, message.reason):
             # The plan may have ended without a report, as a rank that is dead by now had to report it.
             self._reporter.tell(messages.Done(seq=message.seq, ranks=[], error=None, story=[]))
-        else:
+        elif message.reason:
             self._wake(message.seq)
 
     def _wake(self, seq: int) -> None:

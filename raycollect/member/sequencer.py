@@ -39,7 +39,8 @@ class PlanSequencer:
 
     Attributes:
         begun: The latest plan that has begun here.
-        aborted: The reasons of aborted plans that have not ended. For a plan that has begun, the same as `reason`.
+        aborted: The reasons of aborted plans that have not ended. For a plan that has begun, the same as `reason`. An
+            empty one does not abort it: the plan goes on, and its end is reported.
     """
 
     def __init__(self, tracer: Tracer | None = None) -> None:

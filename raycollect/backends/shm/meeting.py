@@ -12,7 +12,9 @@ a launch too early posts for all sleepers, as none of them can continue.
 
 A rank that leaves a launch first records its progress: ``seq << 24 | passed`` in a ring of `OUTCOMES` cells, where
 `passed` is the last barrier that it passed (`CLOSED` if it ran everything). A rank that waits for it at a later barrier
-raises; a rank that is late at a barrier which the other rank passed continues.
+raises; a rank that is late at a barrier which the other rank passed continues. A rank that ran everything also reads
+the records of the others, between its own record and its word: of all that did so, the last one sees all. Until that
+word is stored, the others have a debt, so they do not overwrite their records.
 
 Each arrival has a cell: the number of the rank's arrival, and its length. A rank that repeats an arrival leaves both
 unchanged, so that the others recognize it without reading it.
@@ -26,7 +28,7 @@ the word without waiting: on x86-64 loads are in order; elsewhere the order come
 or a lock, in the ctypes call that each arrival makes before it reads, and from `Semaphore.drain` if an outcome seems to
 be missing. A rank that is about to sleep announces it, and reads the words again; a rank that arrives stores its word,
 and then looks for sleepers. Between the two steps each makes a libc call, a full barrier, so that at least one of them
-sees the other.
+sees the other. The same holds for two ranks that store their records, and then read each other's.
 """
 
 from __future__ import annotations
@@ -190,28 +192,33 @@ class Meeting:
         """Leaves the launch; never waits, never raises.
 
         Returns:
-            The ranks known to have run all of it. The last rank to leave sees all: each rank posts, a full barrier,
-            between writing its own word and reading those of others.
+            The ranks known to have run all of it; empty unless `ok`. The last of these ranks to leave sees all.
         """
         if launch.seq < self._seq:
             return ()
         if launch.seq > self._seq:  # it did not reach the agreement
             self._seq, self._phase, self._passed = launch.seq, 0, 0
-        seq, words, outcomes = self._seq, self._words, self._outcomes
-        closed = seq << _PHASE_BITS | CLOSED
-        passed = CLOSED if ok else self._passed
-        if not ok:  # a wait that raised may have set it
-            words[self.rank * _WORD_STRIDE + _ASLEEP] = 0
-        outcomes[self.rank * OUTCOMES + seq % OUTCOMES] = seq << _PHASE_BITS | passed
+        seq, words, outcomes, ranks = self._seq, self._words, self._outcomes, launch.ranks
+        closed, at = seq << _PHASE_BITS | CLOSED, seq % OUTCOMES
+        ended: list[int] = []
+        if ok:
+            outcomes[self.rank * OUTCOMES + at] = closed
+            self._semaphore.take()  # a barrier
+            for rank in ranks:
+                if outcomes[rank * OUTCOMES + at] == closed:
+                    ended.append(rank)  # noqa: PERF401 - called in each run, and a comprehension is slower
+        else:
+            words[self.rank * _WORD_STRIDE + _ASLEEP] = 0  # a wait that raised may have set it
+            if not self._debts:  # otherwise it passed no barrier, and others may still read the cell's earlier record
+                outcomes[self.rank * OUTCOMES + at] = seq << _PHASE_BITS | self._passed
         words[self.rank * _WORD_STRIDE] = closed
-        self._ring(launch.ranks, all_sleepers=not ok)
-        at, ended, arrived = seq % OUTCOMES, [], seq << _PHASE_BITS | 1
-        for rank in launch.ranks:
-            # A rank that has not arrived by now sees that this rank has left, and never reads its data: no debt.
-            if self._phase and rank != self.rank and words[rank * _WORD_STRIDE] >= arrived:
-                self._debts[rank] = closed
-            if outcomes[rank * OUTCOMES + at] == closed:
-                ended.append(rank)
+        self._ring(ranks, all_sleepers=not ok)
+        if self._phase:
+            arrived = seq << _PHASE_BITS | 1
+            for rank in ranks:
+                # A rank that has not arrived by now sees that this rank has left, and never reads its data: no debt.
+                if rank != self.rank and words[rank * _WORD_STRIDE] >= arrived:
+                    self._debts[rank] = closed
         for other in tuple(self._aborted) if self._aborted else ():  # in place: another thread may add to it
             if other <= seq:
                 self._aborted.discard(other)

@@ -26,7 +26,10 @@ class Leave(Message, frozen=True, kw_only=True):
 
 
 class Abort(Message, frozen=True, kw_only=True):
-    """Plan `seq` is aborted: wake threads that wait in it, and refuse it when it arrives."""
+    """Plan `seq` is aborted: wake threads that wait in it, and refuse it when it arrives; answered by `Done`.
+
+    Without a reason it goes on, and is only answered: all participants have committed it, and one of them failed.
+    """
 
     seq: int
     reason: str

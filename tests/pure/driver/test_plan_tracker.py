@@ -131,7 +131,25 @@ def test_all_take_their_results_once_all_have_them_and_no_abort_has_come(ends: s
     answers = tracker.arrive(3, replace(at_check, round=1, rank=3))
     assert [at for at, _ in answers] == ([] if ends else [0, 1, 2, 3])
     assert tracker.is_committed is not bool(ends)
-    assert tracker.fail(KernelError(detail="late")) == [], "nobody waits for others any more, or all were told"
+    asked_for = [(at, message.reason) for at, message in tracker.fail(KernelError(detail="late"))]
+    assert asked_for == ([] if ends else [(at, "") for at in range(4)]), "nobody waits for others any more"
+
+
+def test_after_a_commit_and_a_death_the_refs_are_held_until_those_that_live_have_told_their_ends() -> None:
+    """The last to end well tells it for all: here there is none."""
+    tracker = flying(asked(group("team", (5, 6, 7)), (0, 1, 2), snapshot=True), refs=3)
+    for rank in range(3):
+        tracker.arrive(rank, Arrive(group_id="", seq=SEQ, round=0, ranks=[0, 1, 2], rank=rank, blob=b""))
+    assert tracker.is_committed
+    asked_for = tracker.lost(2, "killed")
+    assert [(at, message.reason) for at, message in asked_for] == [(0, ""), (1, "")]
+    assert tracker.fail(KernelError(detail="its group was destroyed")) == [], "they are asked once"
+    for rank in range(2):
+        assert len(tracker.refs) == 3
+        assert tracker.done(rank, None, []) == []
+    assert tracker.has_ended
+    assert not tracker.refs
+    assert isinstance(tracker.error, ParticipantDiedError)
 
 
 def test_the_controllers_own_failures_abort_whoever_got_it() -> None:

@@ -373,9 +373,10 @@ def test_how_far_a_plan_is_can_be_asked_at_any_time(ordering: Any) -> None:
     assert [(one.has_begun, one.has_ended) for one in found] == [(True, False), (False, False), (True, True)]
 
 
-@pytest.mark.parametrize("aborted", [False, True])
-def test_the_last_rank_marks_its_letter_for_all_unless_it_was_told_to_abort(ordering: Any, aborted: bool) -> None:
-    """Who has aborted waits for the answer of each."""
+@pytest.mark.parametrize("reason", [None, "cancelled", ""])
+def test_the_last_rank_marks_its_letter_for_all_unless_it_was_told_to_abort(ordering: Any, reason: str | None) -> None:
+    """Who has aborted waits for the answer of each; without a reason the plan goes on."""
+    aborted = reason is not None
     lent, mailbox, seen = SimpleQueue[Lease](), Mailbox(), list[str]()
     letters = Letters(mailbox, lambda: None)
     slot = mailbox.take_slot()
@@ -386,8 +387,8 @@ def test_the_last_rank_marks_its_letter_for_all_unless_it_was_told_to_abort(orde
 
     def at(what: str) -> None:
         seen.append(what)
-        if what == "launch" and aborted:
-            lent.get(timeout=WAIT_S).received(Abort(seq=1, reason="cancelled"))
+        if what == "launch" and reason is not None:
+            lent.get(timeout=WAIT_S).received(Abort(seq=1, reason=reason))
 
     here, heard = ordering(at, hello={"mailbox": (mailbox.segment, slot.at)}, send=send)
     lent.put(here)
@@ -395,5 +396,8 @@ def test_the_last_rank_marks_its_letter_for_all_unless_it_was_told_to_abort(orde
         assert heard.next(Done).error is None
     assert wait_until(lambda: letters.have_ended != aborted)
     assert aborted == any(isinstance(one, Done) for one in heard.messages)
-    assert seen == ["agreement", "launch", *(["abort of 1"] * aborted)], "what is under way is woken"
+    assert seen == ["agreement", "launch", *(["abort of 1"] * bool(reason))], "what is under way is woken"
+    if not aborted:
+        here.received(Abort(seq=1, reason=""))
+        assert heard.next(Done).error is None, "also a good end is told to who asks"
     mailbox.close()
