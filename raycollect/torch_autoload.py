@@ -22,10 +22,11 @@ def autoload() -> None:
 
 def register() -> None:
     """Registers the backend; its code is imported when the first process group is made."""
-    from torch import distributed
+    from torch import backends, distributed
 
     if distributed.is_available() and "RAYCOLLECT" not in distributed.Backend._plugins:
-        distributed.Backend.register_backend("raycollect", _create, extended_api=True, devices=["cpu", "cuda"])
+        devices = ["cpu", "cuda"] if backends.cuda.is_built() else ["cpu"]
+        distributed.Backend.register_backend("raycollect", _create, extended_api=True, devices=devices)
 
 
 def _create(given: Any, options: Any) -> Any:

@@ -39,7 +39,7 @@ from raycollect.core.codec import Codec
 from raycollect.errors import AuthenticationError, ChannelError, ConnectionLostError, ProtocolError
 
 MAGIC = b"RCOL"
-VERSION = 32
+VERSION = 33
 OTHER_VERSION = "the peer speaks version"  # the beginning of the error for another release
 NONCE_NBYTES = 16
 PROOF_NBYTES = 32

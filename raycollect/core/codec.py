@@ -21,6 +21,9 @@ _T = TypeVar("_T")
 MOST_NBYTES = 64 << 20
 """The longest value of a codec that compresses, before compression. What is sent is never longer."""
 
+MEMORY_PER_BYTE = 17
+"""Roughly, the memory of a decoded program and its bytes, per encoded byte: 13 to 18 were measured."""
+
 _COMPRESSED = b"\xc1"  # first byte of compressed values; msgpack never uses it
 _MOST_TOLD = 300  # the longest reason in an error, in characters
 _MALFORMED = (msgspec.MsgspecError, ValueError, TypeError, LookupError, OverflowError, RecursionError, zlib.error)

@@ -315,7 +315,7 @@ PIECES: dict[OpKind, tuple[bool, bool]] = {
 }
 """Operation -> whether what a rank gives, and what it takes, is one piece per rank."""
 
-OF_PIECES = frozenset(kind for kind, sides in PIECES.items() if any(sides))
+PIECEWISE = frozenset(kind for kind, sides in PIECES.items() if any(sides))
 """The operations in which a rank gives or takes pieces."""
 
 FOLDS = tuple(spec.kind for spec in _SPECS if spec.folds)

@@ -39,7 +39,7 @@ class WeightedCache(Generic[_K, _T]):
         with self._lock:
             self._recent: dict[_K, _T] = {}
             self._earlier: dict[_K, _T] = {}
-            self._weighs = 0
+            self._recent_weight = 0
             self._large: tuple[_K, _T] | None = None
 
     def _look_up(self, key: _K) -> _T:
@@ -54,9 +54,10 @@ class WeightedCache(Generic[_K, _T]):
             self._large = key, result
             return result
         with self._lock:
-            if self._weighs + weight > self._most:
-                self._earlier, self._recent, self._weighs = self._recent, {}, 0
-            if key not in self._recent:
-                self._recent[key] = result
-                self._weighs += weight
+            if key in self._recent:  # another thread has made it meanwhile
+                return self._recent[key]
+            if self._recent_weight + weight > self._most:
+                self._earlier, self._recent, self._recent_weight = self._recent, {}, 0
+            self._recent[key] = result
+            self._recent_weight += weight
         return result

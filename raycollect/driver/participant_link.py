@@ -114,12 +114,12 @@ class ParticipantLink:
         self._run = () if info["participant"] else (participant.run_program,)
 
     def task(self, name: str, returns: int) -> Any:
-        """A method of the actor, to be submitted as a task of the package."""
-        method = self._tasks.get((name, returns))
-        if method is None:
+        """A method of the actor, to be submitted as a task of the package; None after the end of the lease."""
+        method, actor = self._tasks.get((name, returns)), self.actor
+        if method is None and actor is not None:
             # Not retried: a second run would work on data that the first has changed. No task events: they cost 3 % of
             # a small plan, and the recorder knows more of it than Ray's dashboard could.
-            method = getattr(self.actor, name)
+            method = getattr(actor, name)
             method = method.options(num_returns=returns, max_task_retries=0, enable_task_events=False)
             self._tasks[name, returns] = method
         return method
@@ -183,8 +183,9 @@ class ParticipantLink:
 
     def fence(self, seq: int) -> None:
         """Submits an actor task that lets a plan begin, and ends with the plan; none after the end of the lease."""
-        if self.actor is not None:
-            self.task("_raycollect_fence", 0).remote(self._controller_id, seq)
+        method = self.task("_raycollect_fence", 0)
+        if method is not None:
+            method.remote(self._controller_id, seq)
 
     def lend_tokens(self, owner: bytes, soon: Callable[[Callable[[], None]], bool]) -> None:
         """Lends tokens to the calls of methods that return tensors, from now on; see `CallTokens`."""

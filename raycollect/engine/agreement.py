@@ -31,6 +31,7 @@ CACHED_WEIGHT = 1 << 15
 """The most tensors in each half of a cache. A description of one takes some 400 bytes, so these are 13 MB."""
 
 _ENTRY_WEIGHT = 8  # of a cached result without tensors
+_RANKS_PER_WEIGHT = 25  # a key and a verdict refer to something of each rank
 _NBYTES_PER_WEIGHT = 400
 
 _CALLERS = {"plan": "a plan", "call": "an imperative call"}
@@ -221,7 +222,8 @@ def _judged(encoded: tuple[tuple[int, ...], tuple[bytes, ...]]) -> Verdict:
 def _weight(_: object, verdict: Verdict) -> int:
     specs = {id(spec): spec for spec in verdict.specs}.values()  # equal arrivals are one object
     sides = [side for spec in specs for side in (spec.gives, spec.takes) if side is not None]
-    return _ENTRY_WEIGHT + sum(len(side.tensors) for side in sides) + len(verdict.violations)
+    of_ranks = len(verdict.specs) // _RANKS_PER_WEIGHT
+    return _ENTRY_WEIGHT + of_ranks + sum(len(side.tensors) for side in sides) + len(verdict.violations)
 
 
 _cached_verdict = WeightedCache(_judged, _weight, CACHED_WEIGHT)

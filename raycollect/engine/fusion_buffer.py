@@ -18,7 +18,7 @@ import numpy as np
 from raycollect.backends.array_copies import ArrayCopies
 from raycollect.backends.arrays import Array, native
 from raycollect.core.model import Kernel, OpKind, ReduceOp, TensorInfo
-from raycollect.core.operations import OF_PIECES, PIECES
+from raycollect.core.operations import PIECEWISE, PIECES
 from raycollect.planner.fusion import PACKED_UP_TO_NBYTES
 
 _LEAST_NBYTES = 64 << 10
@@ -43,7 +43,7 @@ def size_of(kind: OpKind, item: Item, count: int) -> int:
     sample = item.sample
     if not isinstance(sample, np.ndarray):
         return -1
-    if kind not in OF_PIECES:
+    if kind not in PIECEWISE:
         return int(sample.nbytes)
     return item.most * int(sample.dtype.itemsize) * count * sum(PIECES[kind])  # twice where both sides are in pieces
 
@@ -69,7 +69,7 @@ def _staged(kind: OpKind, item: Item) -> list[Any]:
     gives, takes = PIECES[kind]
     if gives and takes:
         return [item.src, item.dst]
-    first, second = (item.src, item.dst) if gives or kind not in OF_PIECES else (item.dst, item.src)
+    first, second = (item.src, item.dst) if gives or kind not in PIECEWISE else (item.dst, item.src)
     return [second if first is None else first]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from raycollect.core.model import Kernel, OpKind
-from raycollect.core.operations import OF_PIECES
+from raycollect.core.operations import PIECEWISE
 from raycollect.engine.agreement import Verdict
 from raycollect.engine.device_staging import StagingBuffers
 from raycollect.engine.fusion_buffer import NO_BUFFER, FusedKernel, FusionBuffer, Item, dtype_of, size_of
@@ -103,7 +103,7 @@ class Scheduler:
             return
         items = []
         for operands, verdict in zip(together, agreed, strict=True):
-            most = verdict.most if step.kind in OF_PIECES else ()
+            most = verdict.most if step.kind in PIECEWISE else ()
             pairs = operands.pairs(step)
             items += [Item(src, dst, most[at] if most else 0) for at, (src, dst) in enumerate(pairs)]
         if isinstance(step.kind, Local):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from raycollect.core.model import OpKind
-from raycollect.core.operations import OF_PIECES, PARTIAL_FOLDS
+from raycollect.core.operations import PIECEWISE, PARTIAL_FOLDS
 from raycollect.core.protocols import SMALL_KERNEL_NBYTES
 
 PACKED_UP_TO_NBYTES = 128 << 10
@@ -31,7 +31,7 @@ def coalesced(kind: OpKind, sizes: Sequence[int], *, coalesces: bool) -> list[li
         sizes: For each tensor the staging bytes that it takes; -1: it can't be packed.
         coalesces: Whether the backend runs several kernels with fewer synchronizations.
     """
-    if not coalesces or kind in OF_PIECES or kind in PARTIAL_FOLDS:
+    if not coalesces or kind in PIECEWISE or kind in PARTIAL_FOLDS:
         return []
     large = [at for at, nbytes in enumerate(sizes) if nbytes >= SMALL_KERNEL_NBYTES]
     small = [at for at, nbytes in enumerate(sizes) if 0 <= nbytes < SMALL_KERNEL_NBYTES]

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from raycollect.core.codec import Codec
+from raycollect.core.codec import MEMORY_PER_BYTE, Codec
 from raycollect.core.model import KEY_NBYTES, Key
 from raycollect.core.weighted_cache import WeightedCache
 from raycollect.errors import ProtocolError
@@ -45,7 +45,8 @@ def decode_order(data: bytes) -> tuple[Ticket, tuple[Key, ...], Program]:
 encode_program: Callable[[Program], bytes] = _PROGRAMS.encode
 
 
-_DECODED = 17  # bytes per encoded byte: 15 to 16.5 for the program were measured, and 1 for the key
 decode_program: Callable[[bytes], Program]
-decode_program = WeightedCache[bytes, Program](_PROGRAMS.decode, lambda data, program: _DECODED * len(data), 32 << 20)
-"""Reads the bytes of `encode_program`: one object for equal bytes. Raises ProtocolError if malformed."""
+decode_program = WeightedCache[bytes, Program](
+    _PROGRAMS.decode, lambda data, program: MEMORY_PER_BYTE * len(data), 64 << 20
+)
+"""Reads the bytes of `encode_program`: one object for equal bytes while it is cached. Raises ProtocolError if malformed."""

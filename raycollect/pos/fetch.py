@@ -69,6 +69,10 @@ _Locate = Callable[[int, int], BufferRef | None]
 """Where a client finds bytes of this process, by their address and number."""
 
 
+_Unused = Callable[[bytes, Sequence[bytes]], int]
+"""Frees values of an owner of tokens; returns their number."""
+
+
 _clients = DataClients()
 
 
@@ -280,7 +284,7 @@ def serve(
     link: DataLink,
     store: Store,
     seen: Callable[[], Seen] = lambda: Seen(request=0, doing=""),
-    unused: Callable[[bytes, Sequence[bytes]], int] = lambda owner, keys: 0,
+    unused: _Unused = lambda owner, keys: 0,
 ) -> None:
     """Answers one data connection until it ends, on its own thread in the holder.
 
@@ -288,6 +292,7 @@ def serve(
 
     A client without an answer retries until its timeout, so a failed request is answered with the reason.
     """
+    answers = {Fetch: _serve_fetch, Read: _serve_read, Free: partial(_serve_free, unused)}
     while True:
         message = link.receive()
         if message is None:
@@ -295,10 +300,7 @@ def serve(
         if isinstance(message, Look):
             link.send(seen())
             continue
-        if isinstance(message, Free) and message.owner:
-            link.send(Freed(count=unused(message.owner, message.keys)))
-            continue
-        answer = _ANSWERS.get(type(message))
+        answer = answers.get(type(message))
         if answer is None:
             raise ProtocolError(detail=f"unexpected message {type(message).__name__} on a data connection")
         before = link.sent
@@ -404,11 +406,9 @@ def _serve_deltas(link: DataLink, store: Store, message: Read) -> None:
         link.send(Fetched(description=described, blob_nbytes=sum(blob.nbytes for blob in blobs)), blobs)
 
 
-_ANSWERS: dict[type[Any], Callable[[DataLink, Store, Any], None]] = {
-    Fetch: _serve_fetch,
-    Read: _serve_read,
-    Free: lambda link, store, message: link.send(Freed(count=store.free(list(map(Key, message.keys))))),
-}
+def _serve_free(unused: _Unused, link: DataLink, store: Store, message: Free) -> None:
+    keys = list(map(Key, message.keys))
+    link.send(Freed(count=unused(message.owner, keys) if message.owner else store.free(keys)))
 
 
 def _memory_to_lend(views: Sequence[Any], reads_processes: bool) -> _Locate | None:

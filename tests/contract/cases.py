@@ -33,7 +33,7 @@ INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uin
 DTYPES = ("bool", *INTEGERS, "float16", "float32", "float64", "complex64", "complex128", *NARROW)
 
 REDUCTIONS = ("allreduce", "reduce", "reducescatter", "scan", "exscan")
-OF_PIECES = ("allgather", "gather", "scatter", "reducescatter", "alltoall")
+PIECEWISE = ("allgather", "gather", "scatter", "reducescatter", "alltoall")
 ROOTED = ("reduce", "broadcast", "gather", "scatter", "send")
 OPERATIONS = (*REDUCTIONS, "broadcast", "allgather", "gather", "scatter", "alltoall", "send", "barrier")
 MOVING = OPERATIONS[1:-1]
@@ -395,7 +395,7 @@ def _sizes() -> Iterator[Case]:
 def _empty() -> Iterator[Case]:
     for operation in OPERATIONS[:-1]:
         yield Case(operation=operation, counts=(0, 0, 0), root=2)
-    for operation in OF_PIECES:
+    for operation in PIECEWISE:
         for counts in ((3, 0, 5), (0, 4, 0)):
             yield Case(operation=operation, counts=counts, root=2)
 
@@ -406,7 +406,7 @@ def _layouts() -> Iterator[Case]:
         for operation in ("allreduce", MOVING[at], MOVING[(at + 4) % len(MOVING)]):
             if layout not in ("one tensor", "read-only"):
                 yield Case(operation=operation, layout=layout, root=1)
-    for operation in OF_PIECES:
+    for operation in PIECEWISE:
         yield Case(operation=operation, layout="one tensor")
 
 

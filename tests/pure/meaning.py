@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from raycollect.core.model import OpKind, ReduceOp
-from raycollect.core.operations import FOLDS, OF_PIECES, OPERATIONS, has_part
+from raycollect.core.operations import FOLDS, PIECEWISE, OPERATIONS, has_part
 
 REDUCTIONS = FOLDS
 ROOTED = tuple(kind for kind, spec in OPERATIONS.items() if spec.root and kind is not OpKind.SEND)
@@ -87,7 +87,7 @@ def gives_of(
         return [[make(size(0, to)) for to in range(world)] for _ in range(world)]
     if kind is OpKind.ALLTOALL:
         return [[make(size(rank, to)) for to in range(world)] for rank in range(world)]
-    in_pieces_there = kind in OF_PIECES
+    in_pieces_there = kind in PIECEWISE
     return [make(size(rank if in_pieces_there else 0, 0)) for rank in range(world)]
 
 

@@ -28,7 +28,7 @@ from raycollect.backends.shm.staged import StagedKernels, slots_nbytes
 from raycollect.core.boxes import BoxExchange
 from raycollect.core.kernel_progress import here
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind
-from raycollect.core.operations import OF_PIECES, PARTIAL_FOLDS
+from raycollect.core.operations import PIECEWISE, PARTIAL_FOLDS
 from raycollect.core.protocols import SMALL_KERNEL_NBYTES, Communicator, Joining, SegmentSource
 from raycollect.errors import GroupBrokenError
 
@@ -113,7 +113,7 @@ class ShmCommunicator:
 
     def _stage(self, parts: _Parts, launch: Launch, kernel: Kernel) -> None:
         with translated(kernel.kind, self._group_name, self.rank, folds=False):
-            may_be_direct = kernel.kind in OF_PIECES or _is_for_direct(kernel)
+            may_be_direct = kernel.kind in PIECEWISE or _is_for_direct(kernel)
             is_direct = may_be_direct and parts.direct.can_give(kernel)
             if not is_direct:
                 parts.staged.stage(launch, kernel)
@@ -251,4 +251,4 @@ def _nbytes(kernel: Kernel) -> int:
     sample = kernel.sample
     if sample is None:
         return 0
-    return int(kernel.most * sample.dtype.itemsize if kernel.kind in OF_PIECES else sample.nbytes)
+    return int(kernel.most * sample.dtype.itemsize if kernel.kind in PIECEWISE else sample.nbytes)

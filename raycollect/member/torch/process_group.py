@@ -57,6 +57,8 @@ def create(given: Any, options: Any) -> TorchProcessGroup:
     Raises:
         RaycollectError: As `init_collective_group`.
     """
+    if not torch.cuda.is_available():  # a build for CUDA without a GPU: torch gathers on the first other device
+        distributed.Backend.backend_capability[NAME] = ["cpu"]
     passed = dict(options or {})
     name = f"torch:{given.group_id}"
     timeout_s = given.timeout.total_seconds()
@@ -156,11 +158,11 @@ class _Named(distributed.ProcessGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[Any]:
-        # Of both, torch picks the CPU for objects.
-        return list(map(torch.device, ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"]))
+        # torch picks the CPU for objects if it is among them.
+        return list(map(torch.device, distributed.Backend.backend_capability[NAME]))
 
     def _get_backend(self, device: Any) -> Any:
-        # Of what torch asks a backend, it has nothing: it can't be split, and allocates no memory.
+        # torch asks the result only whether it can split, coalesce or allocate.
         return self if device.type in ("cpu", "cuda") else super()._get_backend(device)
 
     supports_splitting = supports_coalescing = supports_time_estimate = False

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from math import prod
 from typing import NamedTuple
 
-from raycollect.core.codec import Codec, Wire
+from raycollect.core.codec import MEMORY_PER_BYTE, Codec, Wire
 from raycollect.core.weighted_cache import WeightedCache
 from raycollect.planner.boxes import Point
 from raycollect.planner.reshard.request import LocalTensor
@@ -95,7 +95,6 @@ def encode_halves(halves: Mapping[int, Half]) -> dict[int, bytes]:
     return {rank: _HALVES.encode(half) for rank, half in halves.items()}
 
 
-_DECODED = 17  # bytes per encoded byte, as of programs
 decode_half: Callable[[bytes], Half]
-decode_half = WeightedCache[bytes, Half](_HALVES.decode, lambda data, half: _DECODED * len(data), 16 << 20)
+decode_half = WeightedCache[bytes, Half](_HALVES.decode, lambda data, half: MEMORY_PER_BYTE * len(data), 16 << 20)
 """Reads the bytes of `encode_halves`; raises ProtocolError if malformed."""

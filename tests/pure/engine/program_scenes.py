@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from raycollect.backends import arrays, folds
 from raycollect.core.model import OpKind, ReduceOp
-from raycollect.core.operations import OF_PIECES, PIECES
+from raycollect.core.operations import PIECEWISE, PIECES
 from tests.pure.fleet import Fleet, contain
 from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, gives_of, meaning, takers, takes_in_place
 from tests.pure.planner.requests import COLLECTIVE_SUBSTITUTES
@@ -122,7 +122,7 @@ def scenes(draw: st.DrawFn, kinds: Sequence[OpKind] = KINDS) -> Scene:
     dtype = draw(st.sampled_from(DTYPES))
     ops = [op for op in _ops(dtype) if form == "tensor" or op in _ops("float64")]
     outputs, layout = draw(st.sampled_from(["made", "given", "contiguous", "in place"])), "plain"
-    if outputs == "contiguous" and (form != "tensor" or kind not in OF_PIECES):
+    if outputs == "contiguous" and (form != "tensor" or kind not in PIECEWISE):
         outputs = "given"
     if outputs in ("made", "given"):
         layout = draw(st.sampled_from(sorted(LAYOUTS)))

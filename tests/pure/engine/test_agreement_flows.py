@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect.core.model import TENSOR, OpKind, Structure, TensorInfo
-from raycollect.core.operations import OF_PIECES, PIECES
+from raycollect.core.operations import PIECEWISE, PIECES
 from raycollect.engine.agreement import Arrival, Side, Spec, decide, encode_arrival, judge
 from raycollect.errors import ProtocolError, Violation
 from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, gives_of, takers
@@ -246,7 +246,7 @@ def test_any_single_change_names_that_piece_or_its_other_end(
 # ---------------------------------------------------------------------------------------------- bytes
 
 
-@pytest.mark.parametrize("kind", sorted(OF_PIECES, key=lambda kind: kind.value))
+@pytest.mark.parametrize("kind", sorted(PIECEWISE, key=lambda kind: kind.value))
 def test_a_side_without_a_piece_for_each_rank_is_a_protocol_error(kind: OpKind) -> None:
     specs = _specs(kind, 3)
     for side in ("gives", "takes"):

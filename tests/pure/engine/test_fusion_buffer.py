@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from raycollect.backends import arrays
 from raycollect.core.model import OpKind, ReduceOp, TensorInfo
-from raycollect.core.operations import OF_PIECES, PARTIAL_FOLDS
+from raycollect.core.operations import PIECEWISE, PARTIAL_FOLDS
 from raycollect.core.protocols import SMALL_KERNEL_NBYTES
 from raycollect.engine.fusion_buffer import FusedKernel, FusionBuffer, FusionPool, Item, room
 from raycollect.planner import Request, plan
@@ -48,7 +48,7 @@ def test_several_large_tensors_are_launched_together_or_none() -> None:
     large = SMALL_KERNEL_NBYTES
     sizes = [1, large, large - 1, 10 * large, -1]
     for kind in OpKind:
-        is_one = kind not in OF_PIECES and kind not in PARTIAL_FOLDS
+        is_one = kind not in PIECEWISE and kind not in PARTIAL_FOLDS
         assert coalesced(kind, sizes, coalesces=True) == ([[1, 3]] if is_one else [])
         many = [1000] * 2000
         assert coalesced(kind, [*many, large], coalesces=True) == ([list(range(2000))] if is_one else [])

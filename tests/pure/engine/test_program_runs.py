@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from raycollect.backends import arrays
 from raycollect.core.model import OpKind
-from raycollect.core.operations import OF_PIECES
+from raycollect.core.operations import PIECEWISE
 from raycollect.errors import MismatchError, RefusedError, TensorDirtyError, TensorFreedError
 from tests.pure.engine.program_scenes import Scene, Stage, check, fleet_of, kept_by, run_on, scenes
 from tests.pure.fleet import Fleet, contain, launched
@@ -47,7 +47,7 @@ def test_any_program_does_what_its_operation_means(scene: Scene) -> None:
             return
         is_learned = scene.outputs == "made" and scene.kind in LEARNED
         assert {fleet.story(rank).count("check") for rank in scene.ranks} == {1 + is_learned}
-        if scene.kind in OF_PIECES and scene.form == "tensor":
+        if scene.kind in PIECEWISE and scene.form == "tensor":
             given = [piece for give in stage.gives for piece in (give if isinstance(give, list) else [give])]
             most = max(piece.size for piece in given if piece is not None)
             assert set(seen) == {most}, "also where a rank's own pieces are smaller"
