@@ -22,10 +22,12 @@ def autoload() -> None:
 
 def register() -> None:
     """Registers the backend; its code is imported when the first process group is made."""
-    from torch import backends, distributed
+    import torch
 
+    distributed: Any = torch.distributed
+    cuda: Any = torch.backends.cuda
     if distributed.is_available() and "RAYCOLLECT" not in distributed.Backend._plugins:
-        devices = ["cpu", "cuda"] if backends.cuda.is_built() else ["cpu"]
+        devices = ["cpu", "cuda"] if cuda.is_built() else ["cpu"]
         distributed.Backend.register_backend("raycollect", _create, extended_api=True, devices=devices)
 
 

@@ -95,7 +95,7 @@ class Participants:
         self.timeline: TimelineSession | None = None
         self._controller_id = controller_id
         self._mailbox = mailbox
-        self._left: list[tuple[Slot, int]] = []  # the slots and processes of those whose connections have ended
+        self._left: list[tuple[Slot, int]] = []  # slots that may be taken still, and the processes that may have them
         self._hub = Hub()
         self._due: deque[Callable[[], None]] = deque()  # calls for `_soon`, of all participants
         self._is_due = False
@@ -242,7 +242,8 @@ class Participants:
         finally:
             if mailbox is not None and slot is not None and peer.has_mailbox is False:
                 mailbox.give_back(slot)
-            elif slot is not None and peer.has_mailbox is None:  # a participant that may have got it returns it itself
+            elif slot is not None and peer.has_mailbox is None:
+                # A participant that may have got the slot, and has not answered, returns it itself, or dies
                 self._left.append((slot, int(peer.info["pid"])))
         peer.lend_tokens(owner, self._soon)
         self.add(peer, group_id)

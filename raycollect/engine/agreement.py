@@ -27,9 +27,7 @@ from raycollect.planner import Program
 LONG_NBYTES = 4096
 """The size from which an arrival is compressed: backends bound the size of arrivals."""
 
-CACHED_WEIGHT = 1 << 15
-"""The most tensors in each half of a cache. A description of one takes some 400 bytes, so these are 13 MB."""
-
+_CACHED_WEIGHT = 1 << 15  # the most tensors in each half of a cache: 13 MB, as a description takes some 400 bytes
 _ENTRY_WEIGHT = 8  # of a cached result without tensors
 _RANKS_PER_WEIGHT = 25  # a key and a verdict refer to something of each rank
 _NBYTES_PER_WEIGHT = 400
@@ -226,7 +224,7 @@ def _weight(_: object, verdict: Verdict) -> int:
     return _ENTRY_WEIGHT + of_ranks + sum(len(side.tensors) for side in sides) + len(verdict.violations)
 
 
-_cached_verdict = WeightedCache(_judged, _weight, CACHED_WEIGHT)
+_cached_verdict = WeightedCache(_judged, _weight, _CACHED_WEIGHT)
 
 
 def _of_rank(rank: int, blob: bytes) -> Arrival:
@@ -360,7 +358,7 @@ def _weight_of_arrivals(_: object, arrivals: tuple[bool, Mapping[int, bytes]]) -
 
 
 decode_arrivals: Callable[[bytes], tuple[bool, Mapping[int, bytes]]]
-decode_arrivals = WeightedCache(_decoded_arrivals, _weight_of_arrivals, CACHED_WEIGHT)
+decode_arrivals = WeightedCache(_decoded_arrivals, _weight_of_arrivals, _CACHED_WEIGHT)
 """Reads the arrivals of a participant of a batch; raises ProtocolError on other bytes."""
 
 

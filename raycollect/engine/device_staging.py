@@ -247,22 +247,22 @@ def _fetch(target: Array, source: DeviceArray, check: Check) -> None:
 
 
 def _put(target: DeviceArray, host: Array, check: Check) -> None:
-    line = np.ascontiguousarray(host, native(host.dtype)).reshape(target.shape)  # a scalar, too, which is now a row
+    on_host = np.ascontiguousarray(host, native(host.dtype)).reshape(target.shape)  # a scalar becomes an array first
     cupy = _cupy_for(target)
     if cupy is None:
-        target.tensor.copy_(arrays.restore(line if line.flags.writeable else line.copy(), "torch"))
+        target.tensor.copy_(arrays.restore(on_host if on_host.flags.writeable else on_host.copy(), "torch"))
         if target.device.startswith(CUDA):
             import_module("torch").cuda.current_stream(target.device).synchronize()
         return
-    view, is_row = bits_view(target), target.shadow.flags.c_contiguous
+    view, is_dense = bits_view(target), target.shadow.flags.c_contiguous
     with _lent(cupy, target.device) as stream:
         with stream.entered():
-            row = view if is_row else cupy.empty(view.shape, view.dtype)
+            on_gpu = view if is_dense else cupy.empty(view.shape, view.dtype)
         wait(stream.has_ended, check)  # after an abort, no copy is left that would write the target later
-        _copy(stream, row, line, check, is_fetch=False)
-        if not is_row:
+        _copy(stream, on_gpu, on_host, check, is_fetch=False)
+        if not is_dense:
             with stream.entered():
-                view[...] = row
+                view[...] = on_gpu
             wait(stream.has_ended, check)
 
 

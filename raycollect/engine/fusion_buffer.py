@@ -18,7 +18,7 @@ import numpy as np
 from raycollect.backends.array_copies import ArrayCopies
 from raycollect.backends.arrays import Array, native
 from raycollect.core.model import Kernel, OpKind, ReduceOp, TensorInfo
-from raycollect.core.operations import PIECEWISE, PIECES
+from raycollect.core.operations import PIECES, PIECEWISE
 from raycollect.planner.fusion import PACKED_UP_TO_NBYTES
 
 _LEAST_NBYTES = 64 << 10

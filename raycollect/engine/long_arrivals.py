@@ -14,12 +14,12 @@ from raycollect.core.model import Kernel
 from raycollect.core.protocols import ARRIVAL_NBYTES
 from raycollect.errors import ProtocolError
 
-_FRAME_NBYTES = 900 << 10  # of the messages of all ranks, which the controller sends on in one frame
+_ALL_MESSAGES_NBYTES = 900 << 10  # of the messages of all ranks, which the controller sends on in one frame
 
 
 def part_nbytes(ranks: int) -> int:
     """The longest message in an agreement of so many ranks."""
-    return min(ARRIVAL_NBYTES, _FRAME_NBYTES // ranks)
+    return min(ARRIVAL_NBYTES, _ALL_MESSAGES_NBYTES // ranks)
 
 
 def most_parts(ranks: int) -> int:

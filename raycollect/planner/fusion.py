@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from raycollect.core.model import OpKind
-from raycollect.core.operations import PIECEWISE, PARTIAL_FOLDS
+from raycollect.core.operations import PARTIAL_FOLDS, PIECEWISE
 from raycollect.core.protocols import SMALL_KERNEL_NBYTES
 
 PACKED_UP_TO_NBYTES = 128 << 10

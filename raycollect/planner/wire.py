@@ -49,4 +49,4 @@ decode_program: Callable[[bytes], Program]
 decode_program = WeightedCache[bytes, Program](
     _PROGRAMS.decode, lambda data, program: MEMORY_PER_BYTE * len(data), 64 << 20
 )
-"""Reads the bytes of `encode_program`: one object for equal bytes while it is cached. Raises ProtocolError if malformed."""
+"""Reads the bytes of `encode_program`; raises ProtocolError if malformed. Equal bytes are one object while cached."""

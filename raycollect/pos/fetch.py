@@ -292,6 +292,7 @@ def serve(
 
     A client without an answer retries until its timeout, so a failed request is answered with the reason.
     """
+    answers: dict[type[Any], Callable[[DataLink, Store, Any], None]]
     answers = {Fetch: _serve_fetch, Read: _serve_read, Free: partial(_serve_free, unused)}
     while True:
         message = link.receive()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from raycollect.core.model import OpKind, ReduceOp
-from raycollect.core.operations import FOLDS, PIECEWISE, OPERATIONS, has_part
+from raycollect.core.operations import FOLDS, OPERATIONS, PIECEWISE, has_part
 
 REDUCTIONS = FOLDS
 ROOTED = tuple(kind for kind, spec in OPERATIONS.items() if spec.root and kind is not OpKind.SEND)

@@ -28,7 +28,7 @@ from raycollect.backends.shm.staged import StagedKernels, slots_nbytes
 from raycollect.core.boxes import BoxExchange
 from raycollect.core.kernel_progress import here
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind
-from raycollect.core.operations import PIECEWISE, PARTIAL_FOLDS
+from raycollect.core.operations import PARTIAL_FOLDS, PIECEWISE
 from raycollect.core.protocols import SMALL_KERNEL_NBYTES, Communicator, Joining, SegmentSource
 from raycollect.errors import GroupBrokenError
 

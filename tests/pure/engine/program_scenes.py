@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from raycollect.backends import arrays, folds
 from raycollect.core.model import OpKind, ReduceOp
-from raycollect.core.operations import PIECEWISE, PIECES
+from raycollect.core.operations import PIECES, PIECEWISE
 from tests.pure.fleet import Fleet, contain
 from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, gives_of, meaning, takers, takes_in_place
 from tests.pure.planner.requests import COLLECTIVE_SUBSTITUTES

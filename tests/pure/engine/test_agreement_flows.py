@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raycollect.core.model import TENSOR, OpKind, Structure, TensorInfo
-from raycollect.core.operations import PIECEWISE, PIECES
+from raycollect.core.operations import PIECES, PIECEWISE
 from raycollect.engine.agreement import Arrival, Side, Spec, decide, encode_arrival, judge
 from raycollect.errors import ProtocolError, Violation
 from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, gives_of, takers

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from raycollect.backends import arrays
 from raycollect.core.model import OpKind, ReduceOp, TensorInfo
-from raycollect.core.operations import PIECEWISE, PARTIAL_FOLDS
+from raycollect.core.operations import PARTIAL_FOLDS, PIECEWISE
 from raycollect.core.protocols import SMALL_KERNEL_NBYTES
 from raycollect.engine.fusion_buffer import FusedKernel, FusionBuffer, FusionPool, Item, room
 from raycollect.planner import Request, plan
