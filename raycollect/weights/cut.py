@@ -8,11 +8,12 @@ no rank has as such. Its digest consists of those of its members, so that a wron
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
 from raycollect.core.codec import Codec
+from raycollect.core.weighted_cache import WeightedCache
 from raycollect.planner.boxes import Box, volume, words
 from raycollect.planner.layout import ITEMSIZES
 
@@ -25,6 +26,7 @@ DIGEST_NBYTES = 16
 """The bytes of a digest of one atom."""
 
 _COMPRESSED_NBYTES = 32 << 10
+_CACHED_ATOMS = 1 << 17  # in each half of the cache of cuts: 76 MB
 
 _Packed = tuple[tuple[str, str, Box, tuple[Atom, ...]], ...]
 # Of each atom: the name, the element type, the box, and the members if it is a bucket
@@ -36,14 +38,15 @@ class VersionCut:
 
     Args:
         dtypes: The atoms in order, and the element type of each.
-        members: The atoms in each bucket, in order.
+        members: The atoms in each bucket.
     """
 
     def __init__(self, dtypes: Mapping[Atom, str], members: Mapping[Atom, tuple[Atom, ...]]) -> None:
         self.atoms: tuple[Atom, ...] = tuple(dtypes)
-        self.members: Mapping[Atom, tuple[Atom, ...]] = members
+        # In the order of the atoms, as after `unpack`: buckets are served in this order
+        self.members: Mapping[Atom, tuple[Atom, ...]] = {atom: members[atom] for atom in dtypes if atom in members}
         self.dtypes: dict[str, str] = {name: dtype for (name, _), dtype in dtypes.items()}
-        self.numbers: dict[Atom, int] = {bucket: number for number, bucket in enumerate(members)}
+        self.numbers: dict[Atom, int] = {bucket: number for number, bucket in enumerate(self.members)}
 
     @cached_property
     def packed(self) -> bytes:
@@ -53,18 +56,13 @@ class VersionCut:
         )
 
     @staticmethod
-    @lru_cache(maxsize=16)
     def unpack(packed: bytes) -> VersionCut:
         """Reads the bytes of `packed`.
 
         Raises:
             ProtocolError: They are malformed.
         """
-        atoms = _CUTS.decode(packed)
-        members = {(name, box): some for name, _, box, some in atoms if some}
-        cut = VersionCut({(name, box): dtype for name, dtype, box, _ in atoms}, members)
-        cut.packed = packed
-        return cut
+        return _unpacked(packed)
 
     @cached_property
     def tensors(self) -> dict[str, str]:
@@ -121,6 +119,21 @@ class VersionCut:
 
     def __repr__(self) -> str:
         return f"<VersionCut, {len(self.atoms)} atoms, {len(self.members)} of them buckets>"
+
+
+def _unpack(packed: bytes) -> VersionCut:
+    atoms = _CUTS.decode(packed)
+    members = {(name, box): some for name, _, box, some in atoms if some}
+    cut = VersionCut({(name, box): dtype for name, dtype, box, _ in atoms}, members)
+    cut.packed = packed
+    return cut
+
+
+def _weight(_: bytes, cut: VersionCut) -> int:
+    return len(cut.atoms) + sum(map(len, cut.members.values()))
+
+
+_unpacked = WeightedCache(_unpack, _weight, _CACHED_ATOMS)
 
 
 def _slices(sizes: Sequence[int]) -> tuple[slice, ...]:

@@ -49,6 +49,7 @@ class LocalSide:
 
     Attributes:
         is_staged: Whether any tensor is on a device.
+        bucket_views: What `flat` has returned for the buckets of one cut, with the parts; cleared with another cut.
 
     Raises:
         LayoutError: The tensors don't fit the layouts.
@@ -67,7 +68,7 @@ class LocalSide:
         self._ranges: list[Range] | None = None
         self._addresses: _Addresses | None = None  # where the tensors were in the last `live`
         self._views: list[Any] = []  # its result
-        self._flat: dict[Atom, tuple[Sequence[AtomPart], list[Array] | None]] = {}  # by bucket, of these tensors
+        self.bucket_views: dict[Atom, tuple[Sequence[AtomPart], list[Array] | None]] = {}
         self._copies: dict[int, Array] = {}  # of tensors on devices that are written, by tensor
         infos = tuple(map(arrays.describe, container.tensors))
         faults = faults_of(container.structure, infos, self._tensors)
@@ -175,7 +176,7 @@ class LocalSide:
         # A publisher keeps no large tensor alive that its actor replaces; a receiver serves them anyway
         self._views = live if self._is_written else [it if it.nbytes <= _KEPT_NBYTES else None for it in live]
         self._addresses = None if self.is_staged else _Addresses(self.owners())
-        self._flat.clear()
+        self.bucket_views.clear()
         return live
 
     def _view(self, at: int) -> Array:
@@ -195,13 +196,13 @@ class LocalSide:
 
         None: one of them has gaps, is on a device, or is not kept.
         """
-        of, flat = self._flat.get(bucket, ((), None))
+        of, flat = self.bucket_views.get(bucket, ((), None))
         if of is not parts:
             views = self._views
             is_here = not self.is_staged and all(views[self._at[part.name]] is not None for part in parts)
             boxes = [self.box(views, part) for part in parts] if is_here else []
             flat = [box.reshape(-1) for box in boxes] if all(box.flags.c_contiguous for box in boxes) else None
-            self._flat[bucket] = parts, flat or None
+            self.bucket_views[bucket] = parts, flat or None
         return flat or None
 
     def read(self, live: list[Array]) -> list[Array]:

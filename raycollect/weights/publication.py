@@ -225,7 +225,8 @@ class Publication(WeightSide, BoundToProcess):
         readers |= {group._signature: group._ranks.layouts for group in groups}
         before, cut = self._cuts.get(in_buckets, (frozenset(), None))
         if cut is None or before != readers.keys():
-            cut = atoms.cut(self._ranks.layouts, readers.values(), in_buckets=in_buckets)
+            # A bucket that was cut for no readers may lie on none of them as a whole, who then can't serve it to others
+            cut = atoms.cut(self._ranks.layouts, readers.values(), in_buckets=in_buckets and bool(readers))
             self._cuts[in_buckets] = frozenset(readers), cut
         wanted = replace(
             Version(self.epoch, number, self._publisher, self._signature),

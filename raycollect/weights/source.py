@@ -212,6 +212,7 @@ class Source:
             raise self._wrong(version, "another stream or put has begun, and took its place")
         count = self._side.count
         if self._cut != cut:
+            self._side.bucket_views.clear()
             self._cut, self._places = cut, atoms.places(self._side.layouts, self._side.rank, cut, whole=True)
             self._copy_of = {
                 atom: self._side.tensor(atom[0]) if (number := cut.numbers.get(atom)) is None else count + number

@@ -38,6 +38,7 @@ class Target:
     def know(self, cut: VersionCut) -> frozenset[Atom]:
         """Begins a version with another cut; returns the atoms of both that have not changed."""
         before, self.cut = self.cut, cut
+        self._side.bucket_views.clear()
         self.parts = atoms.places(self._side.layouts, self._side.rank, cut, whole=False)
         self._whole = frozenset(atom for atom, parts in self.parts.items() if self._is_whole(atom, parts))
         same = frozenset(before.atoms) & self.parts.keys() - before.members.keys() - cut.members.keys()
