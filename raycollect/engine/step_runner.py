@@ -18,7 +18,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from raycollect.backends import arrays
-from raycollect.core.model import TENSOR, TensorInfo
+from raycollect.core.model import TensorInfo
 from raycollect.core.protocols import Communicator
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.missing_operand import MissingOperand, missing
@@ -271,7 +271,7 @@ class _ReturnedContainers:
     def container(self, slot: int, value: object) -> Container | None:
         """Returns the container of a value, with the cached runs of its tensors; None if the value is no operand."""
         repeated = self._repeated[slot]
-        if repeated is not None and repeated.value is value and repeated.structure is TENSOR:
+        if repeated is not None and repeated.value is value and repeated.leaves is None:
             return repeated
         container = Container.of(value, arrays.is_tensor)
         if container is None:

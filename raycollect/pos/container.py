@@ -31,7 +31,7 @@ class Container:
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     # (index in `tensors`, placement) of local tensors of DTensors
     placements: tuple[tuple[int, Placement], ...] = ()
-    # The tensors in the value, with DTensors instead of their local tensors. None: the value is the tensor
+    # The tensors in the value, with DTensors instead of their local tensors. None: the value is a plain tensor
     leaves: tuple[Any, ...] | None = None
     # Whether nobody writes the tensors while the key is held, or while they are read
     is_frozen: bool = False
@@ -67,8 +67,7 @@ class Container:
         structure = _take_apart(value, taken, is_tensor, 0)
         if structure is None:
             return None
-        inside = None if structure.kind == "tensor" else tuple(leaves)
-        return Container(structure, tuple(tensors), value, placements=tuple(placements), leaves=inside)
+        return Container(structure, tuple(tensors), value, placements=tuple(placements), leaves=tuple(leaves))
 
     @staticmethod
     def build(structure: Structure, tensors: Sequence[Any]) -> Container:
@@ -79,13 +78,15 @@ class Container:
     def current(self) -> Container | str:
         """The container of the value's current tensors: this one, unless tensors were replaced.
 
-        A list or dict may get other tensors after it was returned. Tensors of the same names, shapes and types replace
-        the old ones. For others the result describes the difference.
+        A list or dict may get other tensors after it was returned, and a DTensor another local tensor, as by `to()` of
+        its module. Tensors of the same names, shapes and types replace the old ones. For others the result describes
+        the difference.
         """
         if self.leaves is None:
             return self
         try:
-            if _holds(self.value, self.structure, iter(self.leaves)):
+            is_same = _holds(self.value, self.structure, iter(self.leaves))
+            if is_same and not (self.placements and self._is_swapped(self.leaves)):
                 return self
             from raycollect.backends import arrays  # only the process that holds the tensors needs numpy
 
@@ -93,19 +94,23 @@ class Container:
         except RuntimeError:  # a dict changed its size during iteration
             return "it is being changed by another thread"
         if fresh is None:
-            return obstacle(self.value, arrays.is_tensor)
+            return obstacle(self.value, arrays.is_tensor, arrays.describe_value)
         old, new = (
             dict(zip(paths(container.structure), container.tensors, strict=True)) for container in (self, fresh)
         )
         for path in {**old, **new}:
             before, after = (arrays.describe(tensors[path]) if path in tensors else None for tensors in (old, new))
             if before != after:
-                return f"{path} is {after or 'missing'}, and was {before or 'missing'} when it was returned"
+                return f"{path or 'it'} is {after or 'missing'}, and was {before or 'missing'} when it was returned"
         return (
             fresh
             if fresh.structure == self.structure
             else "the order of its names, or the type of its lists, has changed"
         )
+
+    def _is_swapped(self, leaves: Sequence[Any]) -> bool:
+        # Whether a DTensor has another local tensor.
+        return any(dtensors.local_of(leaves[at]) is not self.tensors[at] for at, _ in self.placements)
 
 
 def _holds(value: Any, structure: Structure, leaves: Iterator[Any]) -> bool:
@@ -182,6 +187,8 @@ Tell = Callable[[Any], str]
 def obstacle(value: Any, is_tensor: Callable[[Any], bool], tell: Tell = a_type, path: str = "", depth: int = 0) -> str:
     """The first reason why `Container.of` returns None: ``['layers'][2] is a NoneType``."""
     here = path or "it"
+    if dtensors.is_dtensor(value) and not is_tensor(local := dtensors.local_of(value)):
+        return f"{here} is a DTensor, whose local tensor is {tell(local)}"
     if type(value) not in (list, tuple) and not isinstance(value, Mapping):
         return f"{here} is {tell(value)}"
     if not value:
@@ -195,7 +202,7 @@ def obstacle(value: Any, is_tensor: Callable[[Any], bool], tell: Tell = a_type, 
     for name, child in zip(value if is_named else range(len(value)), children, strict=True):
         if is_named and not _can_travel(name):
             return f"{here} has the key {name!r}, and keys are strings or integers"
-        if is_tensor(child) or dtensors.is_dtensor(child):
+        if is_tensor(dtensors.local_of(child) if dtensors.is_dtensor(child) else child):
             continue
         if reason := obstacle(child, is_tensor, tell, f"{path}[{name!r}]", depth + 1):
             return reason

@@ -147,7 +147,9 @@ class LocalSide:
                 self._container = before
                 raise refusal(self._op, "", tuple(unfit))
         if self._modules is not None and (replaced := self._modules.replaced(self.owners())):
-            what = "no longer a parameter of its module, which got another one, as by load_state_dict(assign=True)"
+            what = (
+                "no longer that of its module, which got another one, as by load_state_dict(assign=True) or to_empty()"
+            )
             keys = [f"tensor {self._tensors[at].key!r}" for at in replaced]
             wrong = [Violation(kind="replaced", rank=self.rank, field=key, found=what) for key in keys]
             raise refusal(self._op, "", tuple(wrong))

@@ -119,3 +119,73 @@ def test_targets_without_tensors_and_other_operations_are_told(two):
         col.reshard_refs(given, two)
     with pytest.raises(errors.NotATensorError, match="reshard_refs takes DTensors"):
         col.allreduce_refs(given)
+
+
+def make_module(self, fill, keeps="named_parameters"):
+    """A module whose parameters are DTensors, as FSDP2 makes them."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    self.module = torch.nn.Linear(4, 2, bias=False)
+    whole = torch.full((2, 4), float(fill))
+    self.module.weight = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None))
+    return dict(self.module.named_parameters()) if keeps == "named_parameters" else self.module.state_dict()
+
+
+def move(self, fill):
+    """Moves the module: torch keeps its parameters, and gives them other local tensors."""
+    import torch
+
+    before = self.module.weight
+    self.module.to_empty(device="cpu")
+    assert self.module.weight is before
+    with torch.no_grad():
+        before.fill_(fill)
+
+
+def weight(self):
+    return self.module.weight.to_local().detach().numpy()
+
+
+@pytest.fixture(scope="module")
+def pair(cluster, tmp_path_factory):
+    """Two jobs of two workers."""
+    jobs = [_job(2, tmp_path_factory) for _ in range(2)]
+    yield [next(job) for job in jobs]
+    for job in jobs:
+        next(job, None)
+
+
+@pytest.mark.full  # four processes import torch; tests/pure has the same without torch
+def test_dtensors_of_a_module_that_has_moved_are_read_and_written_where_they_are_now(pair, name):
+    given, taken = ([w.make.remote(make_module, at) for w in job] for at, job in enumerate(pair))
+
+    def move_to(*fills):
+        ray.get([w.call.remote(move, fill) for job, fill in zip(pair, fills, strict=True) for w in job])
+
+    def values():
+        return [{float(x) for w in job for x in ray.get(w.call.remote(weight)).flat} for job in pair]
+
+    with col.publish(given, name) as pub, col.subscribe(name, taken) as sub:
+        for value in (2.0, 4.0):
+            move_to(value, 0.0)
+            col.reshard_refs(given, taken)
+            assert values() == [{value}, {value}]
+            move_to(value + 1, 0.0)
+            pub.put()
+            sub.update()
+            assert values() == [{value + 1}, {value + 1}]
+
+
+@pytest.mark.full
+def test_the_old_dtensors_of_a_module_that_has_moved_are_refused_by_put_and_update(pair, name):
+    given, taken = ([w.make.remote(make_module, at, "state_dict") for w in job] for at, job in enumerate(pair))
+    with col.publish(given, name) as pub, col.subscribe(name, taken) as sub:
+        pub.put()
+        sub.update()
+        ray.get([w.call.remote(move, 5.0) for job in pair for w in job])
+        for use in (pub.put, sub.update):
+            with pytest.raises(errors.TensorReplacedError):
+                use()

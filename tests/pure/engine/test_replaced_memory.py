@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 from raycollect.core.model import OpKind
+from raycollect.planner.layout import layout
+from tests.pure.dtensors import FakeDTensor, FakeMesh, Shard
+from tests.pure.engine.convoys import convoy_of
+from tests.pure.engine.step_programs import MakeTeam, team
 from tests.pure.fleet import WAIT_S, HoldAt, MakeFleet
+from tests.pure.resharding import bound, request_of
+from tests.pure.teams import Script, pinned
+from tests.support.values import replace
+
+__all__ = ["team"]  # fixtures
 
 torch = pytest.importorskip("torch")
 
@@ -50,3 +59,47 @@ def test_a_tensor_that_is_given_other_memory_meanwhile_keeps_its_own(name: str, 
         np.testing.assert_array_equal(before, values[0])
         tensor.data = before
     one.works_on()
+
+
+LAYOUT = {"": layout([3], mesh={"dp": 1}, spec=("dp",), dtype="float32")}
+RESHARD = bound(LAYOUT, LAYOUT, (0,), (1,))
+
+
+def _dtensor() -> FakeDTensor:
+    return FakeDTensor(np.zeros(3, "float32"), (3,), FakeMesh(np.arange(1), (0,)), (Shard(0),))
+
+
+def _swap(dtensor: FakeDTensor, value: float) -> None:
+    # As `to_empty`, `to` and `cpu` of a module do.
+    dtensor._local_tensor = np.full(3, value, "float32")
+
+
+def test_a_reshard_uses_the_local_tensors_that_dtensors_have_now() -> None:
+    src, dst = _dtensor(), _dtensor()
+    with convoy_of(2) as convoy:
+        (membership,) = convoy.memberships
+        given, taken = convoy.keep(0, src), convoy.keep(1, dst)
+        operands = ((0, given, None), (1, None, taken))
+        request = replace(request_of(RESHARD, membership.spec, timeout_s=WAIT_S), operands=operands)
+        for value in (1.0, 2.0, 3.0):
+            _swap(src, value)
+            _swap(dst, -1.0)
+            outcomes = convoy.run([request], [membership])
+            assert [outcome.error for outcome in outcomes.values()] == [None, None]
+            np.testing.assert_array_equal(dst.to_local(), np.full(3, value))
+
+
+def test_a_step_uses_the_local_tensors_that_returned_dtensors_have_now(team: MakeTeam) -> None:
+    src, dst = _dtensor(), _dtensor()
+    scripts = [Script(0), Script(1, [pinned(dst)])]
+    slot = scripts[0].call("make")
+    one = team(2, scripts)
+    one.actors[0].methods = {"make": lambda: src}
+    one.collective(OpKind.ALLTOALL, {0: slot}, {1: 0}, reshard=RESHARD)
+    for value in (1.0, 2.0, 3.0, 4.0):
+        _swap(src, value)
+        _swap(dst, -1.0)
+        for factor in (1, 2):  # the second run has the same tensors
+            src._local_tensor *= factor
+            one.run()
+            np.testing.assert_array_equal(dst.to_local(), np.full(3, value * factor))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
 from raycollect.backends import arrays
 from raycollect.core.model import TENSOR, Address, Key
 from raycollect.engine.run_cache import single
-from raycollect.pos import Container, obstacle
+from raycollect.pos import Absence, Container, State, Store, obstacle
 from raycollect.pos.handle import Handle
 from tests.pure.dtensors import FakeDTensor, FakeMesh, Shard
 
@@ -43,6 +45,34 @@ def test_one_of_another_mesh_and_what_lies_beside_others_go_by_value() -> None:
     assert Container.of(dtensor(None), arrays.is_tensor) is None
     assert Container.of({"w": dtensor(), "x": None}, arrays.is_tensor) is None
     assert obstacle({"w": dtensor(), "x": None}, arrays.is_tensor) == "['x'] is a NoneType"
+
+
+VALUES: dict[str, Callable[[FakeDTensor], Any]] = {
+    "alone": lambda sharded: sharded,
+    "in a dict": lambda sharded: {"plain": np.ones(3), "w": [sharded]},
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_the_local_tensor_is_that_of_now(name: str) -> None:
+    """`to_empty`, `to` and `cpu` of a module keep its DTensors, and give them other local tensors."""
+    store, key, sharded = Store(), Key(b"k" * 28), dtensor()
+    store.put(key, contain(VALUES[name](sharded)))
+    before = store.current(key)
+    assert store.current(key) is before
+    sharded._local_tensor = fresh = np.ones((2, 6), np.float32)
+    now = store.current(key)
+    assert isinstance(now, Container)
+    assert now.tensors[-1] is fresh
+    assert store.current(key) is now is store.look(key)
+    for other in (np.ones((2, 6), np.float64), np.ones((3, 6), np.float32), None):
+        sharded._local_tensor = other
+        absence = store.current(key)
+        assert isinstance(absence, Absence)
+        assert absence.state is State.REPLACED
+        assert absence.detail
+    sharded._local_tensor = fresh
+    assert store.current(key) is now
 
 
 def test_no_short_path_is_for_dtensors() -> None:

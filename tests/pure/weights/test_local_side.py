@@ -7,9 +7,10 @@ import pytest
 
 from raycollect import layout
 from raycollect.backends import arrays
-from raycollect.errors import AliasError
+from raycollect.errors import AliasError, TensorReplacedError
 from raycollect.pos import Container
 from raycollect.weights.local_side import LocalSide
+from tests.pure.dtensors import FakeDTensor, FakeMesh, Shard
 
 
 def side(tensors, *, is_written):
@@ -43,3 +44,17 @@ def test_what_overlaps_itself_is_read_and_not_written():
     side({"a": repeated}, is_written=False)
     with pytest.raises(AliasError, match=r"tensor 'a'.*overlapping itself"):
         side({"a": repeated}, is_written=True)
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_the_local_tensors_of_dtensors_are_those_of_now(is_written):
+    """`to_empty`, `to` and `cpu` of a module keep its DTensors, and give them other local tensors."""
+    dtensor = FakeDTensor(WHOLE.copy(), (4, 6), FakeMesh(np.arange(1), (0,)), (Shard(0),))
+    local = side({"w": dtensor}, is_written=is_written)
+    assert np.may_share_memory(local.live()[0], dtensor.to_local())
+    dtensor._local_tensor = fresh = WHOLE + 1
+    assert np.may_share_memory(local.live()[0], fresh)
+    assert local.owners()[0] is fresh
+    dtensor._local_tensor = WHOLE.astype("float32")
+    with pytest.raises(TensorReplacedError):
+        local.live()
