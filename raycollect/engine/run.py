@@ -328,8 +328,8 @@ class Run(Launches):
         self.has_committed = self.has_touched = True
 
     def patience(self) -> Patience:
-        """Makes the check that ends waits for a device."""
-        return Patience(self.aborted or _never, self.program.timeout_s)
+        """Makes the check that ends waits for a device; no abort ends them after the commit."""
+        return Patience(_never if self.has_committed else self.aborted or _never, self.program.timeout_s)
 
     def reach(self, point: str) -> None:
         """Marks a point at which tests inject faults."""

@@ -105,7 +105,7 @@ class CallQueue:
             self._closed = True
             self._changed.notify_all()
 
-    def drain(self, timeout_s: float) -> bool:
+    def drain(self, timeout_s: float | None = None) -> bool:
         """Waits for the queued calls; False if some are left. Returns at once in the queue's own thread."""
         with self._changed:
             limit_s = 0.0 if threading.current_thread() is self._worker else timeout_s
@@ -124,9 +124,9 @@ class CallQueue:
             tell = partial(future.set_exception, strip_traceback(exc))
         except BaseException as exc:  # noqa: BLE001 - the future's waiter gets it
             tell = partial(future.set_exception, threads.failed(f"a call on communicator {self._name}", exc))
+        ended()  # before the next call of a thread that drains
         with self._changed:
             self.pending -= 1
             self._changed.notify_all()
-        ended()
         tell()  # last: its waiter may make the next call, in any thread
         return True

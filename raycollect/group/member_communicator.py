@@ -81,7 +81,7 @@ class MemberCommunicator(GroupCommunicator):
         return super().end(error)
 
     def run(self, op: str, attempt: Attempt, timeout_s: float, object_to: Objection | None = None) -> Outcome:
-        """Runs a call, in this thread or after the calls started before; see the table above.
+        """Runs a call in this thread, after the calls started before; see the table above.
 
         `object_to` refuses the call if another thread calls meanwhile; None: the call is never refused.
 
@@ -94,7 +94,7 @@ class MemberCommunicator(GroupCommunicator):
             thread = self._enter(op)
             try:
                 if self._queue.pending:
-                    return self._queue.submit(partial(self._run, op, attempt, timeout_s, object_to)).result()
+                    self._queue.drain()  # here, so that a signal can end this wait, and the call never begins
                 return self._run(op, attempt, timeout_s, object_to)
             finally:
                 self._callers.leave(thread)

@@ -63,12 +63,12 @@ def is_in(function: Callable[..., object], thread: int) -> bool:
     return any(frame.f_code is function.__code__ for frame, _ in stack)
 
 
-def interrupt_in(function: Callable[..., object]) -> threading.Thread:
-    """Sends this process a SIGINT, as Ctrl-C does, once this thread is in a function; gives the thread that does so."""
+def interrupt_in(*functions: Callable[..., object]) -> threading.Thread:
+    """Sends this process a SIGINT, as Ctrl-C does, once this thread is in functions; gives the thread that does so."""
     target = threading.get_ident()
 
     def watch() -> None:
-        assert wait_until(lambda: is_in(function, target))
+        assert wait_until(lambda: all(is_in(function, target) for function in functions))
         signal.pthread_kill(target, signal.SIGINT)
 
     thread = threading.Thread(target=watch)

@@ -339,7 +339,7 @@ class TorchProcessGroup(_Named):
         source: int = -1,
         **arguments: Any,
     ) -> TorchWork:
-        """Makes calls one after the other: in this thread if the caller waits and no call is in progress.
+        """Makes calls one after the other: in this thread if the caller waits, after the calls in progress.
 
         `opts` are torch's options, `arguments` those of `MemberCall`, and `tensors` the result of the work.
         """
@@ -357,7 +357,8 @@ class TorchProcessGroup(_Named):
 
         queue, place = self._queues.get(communicator), self._place
         future: Future[Outcome] = Future()
-        if not getattr(opts, "asyncOp", True) and (queue is None or not queue.pending):
+        is_here = not getattr(opts, "asyncOp", True)  # a signal that interrupts `drain` leaves no call behind
+        if is_here and (queue is None or not queue.pending or queue.drain()):
             future.set_result(run())
         else:
             if queue is None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from raycollect.backends import arrays
+from raycollect import backends
+from raycollect.backends import arrays, streams
 from raycollect.channel.messages import Abort, Arrive
 from raycollect.core.model import OpKind
 from raycollect.driver.plan_tracker import PlanTracker
@@ -16,10 +19,13 @@ from raycollect.errors import InternalError, InvalidArgumentError, KernelError, 
 from raycollect.planner import Plan, plan
 from raycollect.planner.passes import plan_part
 from raycollect.planner.verify import verify
+from tests.fake_cupy import Fake
 from tests.pure.driver.tracked_plans import SEQ, asked, flying, group
 from tests.pure.engine.convoys import allreduces, convoy_of
-from tests.pure.fleet import WAIT_S, FailAt
+from tests.pure.fleet import WAIT_S, FailAt, HoldAt
+from tests.pure.mixed import same
 from tests.support.values import replace
+from tests.support.waiting import is_in, wait_until
 
 
 def snapshot(count: int, **changes: Any) -> PlanTracker:
@@ -148,3 +154,28 @@ def test_an_operand_is_half_written_only_after_the_commit(point: str, turn: str)
         assert convoy.stores[1].is_dirty([arrays.byte_range(values[1])]) == is_over
         for value, was in zip(values, before, strict=True):
             assert is_over or np.array_equal(value, was)
+
+
+def test_an_abort_after_the_commit_ends_no_copy_to_a_device(fake: Fake) -> None:
+    """As after the death of another member: the rank waits for its device, and then has its result."""
+    with convoy_of(2) as convoy:
+        (team,) = convoy.memberships
+        convoy.memberships = [replace(team, spec=replace(team.spec, memory=backends.get("local").memory))]
+        with fake.cupy.cuda.Device(0):
+            values = [fake.cupy.asarray(np.full(3, 1.0)), np.full(3, 2.0)]
+        (request,) = allreduces(convoy, [values])
+        convoy.faults = held = HoldAt(point="after_commit", rank=0)
+        outcomes = convoy.start(plan([replace(request, snapshot=True)], convoy.memberships))
+        assert held.came.wait(WAIT_S)
+        fake.drain()
+        with fake.cupy.cuda.Device(0):
+            stream = fake.cupy.cuda.Stream.null
+            fake.hold(stream)
+            values[0].fill(5)
+        convoy.abort(0)
+        held.go.set()
+        waits = partial(is_in, streams.pause)
+        assert wait_until(lambda: outcomes[0].done() or any(map(waits, list(sys._current_frames()))))
+        fake.release(stream)
+        assert [outcomes[one].result(WAIT_S).error for one in range(2)] == [None, None]
+        same(values, [np.full(3, 3.0)] * 2)

@@ -139,6 +139,10 @@ class Call:
     def __call__(self) -> None:
         self.process_group.communicator("all").run("allreduce", self._attempt, self._timeout_s)
 
+    def begin(self) -> Future[Outcome]:
+        """Starts it as an asynchronous call."""
+        return self.process_group.communicator("all").start("allreduce", self._attempt, self._timeout_s)
+
     def _attempt(self, communicator: Any, seq: int) -> Outcome:
         self.seq = seq
         launch = Launch(seq=seq, ranks=tuple(range(WORLD)), timeout_s=self._timeout_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -22,9 +23,10 @@ from raycollect.errors import (
 )
 from raycollect.group import member_communicator
 from raycollect.group.coordinator_client import CommunicatorState
+from raycollect.group.member_communicator import MemberCommunicator
 from tests.pure.group.tables import WORLD, Call, Plain, Seeing, Table, agreed_calls, assert_set, error_of, start_calls
 from tests.pure.watched import WAIT_S
-from tests.support.waiting import wait_until
+from tests.support.waiting import interrupt_in, wait_until
 
 
 @pytest.mark.parametrize("kind", [Plain, Seeing])
@@ -209,6 +211,25 @@ def _all_call(here: Table) -> list[int]:
     for future in [here.start(call) for call in calls]:
         future.result(WAIT_S)
     return [call.seq for call in calls]
+
+
+def test_a_call_that_is_interrupted_before_its_turn_never_begins(table: Callable[..., Table]) -> None:
+    """Its tensors are the user's again; the others wait for the next call of the rank."""
+    here = table()
+    here.form()
+    first, lost, *others = [Call(here.process_groups[rank]) for rank in (0, 0, 1, 2)]
+    lost.go.set()
+    begun = [first.begin(), *map(here.start, others)]
+    interrupting = interrupt_in(MemberCommunicator.run, threading.Condition.wait)
+    with pytest.raises(KeyboardInterrupt):
+        lost()
+    interrupting.join(WAIT_S)
+    for call in (first, *others):
+        call.go.set()
+    for future in begun:
+        future.result(WAIT_S)
+    assert _all_call(here) == [first.seq + 1] * WORLD
+    assert not lost.seq
 
 
 def test_a_rank_that_the_others_never_join_says_who_is_missing_and_how_long_it_waited(

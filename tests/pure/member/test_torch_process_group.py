@@ -58,6 +58,10 @@ def test_calls_under_way_have_futures_and_keep_their_order(ranks):
     ranks(bodies.many_under_way)
 
 
+def test_a_call_that_is_interrupted_before_its_turn_never_begins(ranks):
+    ranks(bodies.interrupted)
+
+
 def test_subgroups_of_each_size(ranks):
     ranks(bodies.subgroups, 3)
 

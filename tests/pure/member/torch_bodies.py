@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
+import threading
 import time
 import warnings
 from contextlib import nullcontext, suppress
@@ -24,6 +25,7 @@ from raycollect.errors import (
     UnsupportedError,
 )
 from raycollect.pos.segments import Segments
+from tests.support.waiting import interrupt_in
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8, torch.bool)
 
@@ -181,6 +183,24 @@ def many_under_way(rank, world):
     assert [future.wait()[0] is tensor for future, tensor in zip(futures, tensors[::2], strict=True)] == [True] * 10
     chained = dist.all_reduce(torch.ones(1), async_op=True).get_future().then(lambda done: done.value()[0] * 10)
     assert float(chained.wait()) == 20
+
+
+def interrupted(rank, world):
+    """Ctrl-C on rank 0, in a call behind one that is under way: it never begins."""
+    store = dist.distributed_c10d._get_default_store()
+    first, lost = torch.ones(1), torch.ones(1)
+    if rank:
+        store.get("interrupted")
+    work = dist.all_reduce(first, async_op=True)
+    if not rank:
+        interrupting = interrupt_in(dist.all_reduce, threading.Condition.wait)
+        with pytest.raises(KeyboardInterrupt):
+            dist.all_reduce(lost)
+        interrupting.join()
+        store.set("interrupted", "yes")
+    work.wait()
+    assert summed(rank, world) == 3
+    assert float(lost) == 1
 
 
 def subgroups(rank, world):
