@@ -11,11 +11,17 @@ offset and a stride per dimension.
 
 Ranks wait for each other between rounds only if a staging buffer is filled again, or boxes are passed on. At the end
 senders wait for their receivers.
+
+A rank that has ended uses its staging buffer again, with the table in it, also in other groups. So slower ranks read
+only the tables of their senders. But if the listing of any rank tells that it packs or passes on after the first round,
+all ranks read all tables, and no rank ends before: the barrier of that round is after their reading.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -25,7 +31,7 @@ from raycollect.backends import folds
 from raycollect.backends.array_copies import ArrayCopies
 from raycollect.backends.arrays import Array, byte_range, native
 from raycollect.backends.elements import convert
-from raycollect.backends.shm.directory import GIVES, ArrayDirectory, Listing, Places
+from raycollect.backends.shm.directory import GIVES, ROUNDS_MEET, ArrayDirectory, Listing, Places
 from raycollect.backends.shm.in_place import COPY_NBYTES
 from raycollect.backends.shm.meeting import Meeting
 from raycollect.core.boxes import BoxExchange, BoxRound, Give
@@ -40,11 +46,14 @@ _Copies = list[tuple[Array, Array]]  # (to, from)
 
 
 class _BoxTable(NamedTuple):
-    """This rank's table, and the copies that it makes before each round."""
+    """This rank's table, the copies that it makes before each round, and the other ranks that it has to do with."""
 
     table: Array
+    flags: int  # of the listing
     places: Places  # the position of the table
     packs: Sequence[ArrayCopies]
+    givers: frozenset[int]
+    takers: frozenset[int]
 
 
 class _Moves(NamedTuple):
@@ -56,11 +65,11 @@ class _Moves(NamedTuple):
 
 
 class _BoxSchedule(NamedTuple):
-    """The rounds of this rank, derived from the tables of all ranks."""
+    """The rounds of this rank, derived from the tables of the ranks that it has to read."""
 
-    tables: list[bytes]
+    tables: dict[int, bytes]
     rounds: list[_Moves]
-    flags: list[int]  # by round, of all ranks together
+    flags: list[int]  # by round, of all ranks together; of the first round, of some ranks
 
 
 class ShmBoxes:
@@ -80,7 +89,7 @@ class ShmBoxes:
             return
         np.copyto(boxes.table[: offer.table.nbytes], offer.table.view(np.uint8))
         offer.packs[0].run()
-        self._directory.write(GIVES, offer.places, launch.ranks)
+        self._directory.write(offer.flags, offer.places, launch.ranks)
 
     def run(self, meeting: Meeting, launch: Launch, boxes: BoxExchange, until_s: float, *, shown: bool) -> bool:
         """Runs an exchange if all ranks can locate their boxes; all ranks decide alike.
@@ -95,7 +104,7 @@ class ShmBoxes:
         offer = self._offer(launch, boxes)
         if offer is None or not _all_give(listings):
             return False
-        schedule = self._read(launch, boxes, [bytes(listing.arrays[0]) for listing in listings])
+        schedule = self._read(launch, boxes, _tables(launch, offer, listings))
         for at, moves in enumerate(schedule.rounds):
             if at and schedule.flags[at] & _PACKS:
                 meeting.barrier(launch, until_s)  # by then no rank reads the previously packed boxes
@@ -103,7 +112,7 @@ class ShmBoxes:
             if at and schedule.flags[at]:
                 meeting.barrier(launch, until_s)
             self._move(meeting, launch, moves, at, until_s)
-        self._part(meeting, launch, boxes, until_s)
+        self._part(meeting, launch, offer, until_s)
         return True
 
     def _listings(self, meeting: Meeting, launch: Launch, until_s: float) -> list[Listing]:
@@ -121,14 +130,13 @@ class ShmBoxes:
             _add_up(target, parts)
             meeting.check(launch, launch.ranks, until_s)
 
-    def _part(self, meeting: Meeting, launch: Launch, boxes: BoxExchange, until_s: float) -> None:
-        givers = {peer for box_round in boxes.rounds for take in box_round.takes for peer in take.peers} - {self._rank}
-        takers = {rank for box_round in boxes.rounds for rank, some in box_round.gives.items() if some} - {self._rank}
+    def _part(self, meeting: Meeting, launch: Launch, offer: _BoxTable, until_s: float) -> None:
+        givers, takers = tuple(offer.givers), tuple(offer.takers)
         if givers:
-            meeting.check(launch, tuple(givers), until_s)  # they have not left, so their data was valid
+            meeting.check(launch, givers, until_s)  # they have not left, so their data was valid
         elif takers:
             here().part = LENT
-        meeting.barrier(launch, until_s, waiting=tuple(givers), waits_for=tuple(takers))
+        meeting.barrier(launch, until_s, waiting=givers, waits_for=takers)
 
     # ------------------------------------------------------------------------------------------- sent boxes
 
@@ -142,6 +150,7 @@ class ShmBoxes:
         ranks, rounds = launch.ranks, boxes.rounds
         words = [0] * (len(rounds) * (1 + len(ranks)))
         packs: list[ArrayCopies] = []
+        flags = GIVES
         for at, box_round in enumerate(rounds):
             head = at * (1 + len(ranks))
             copies: _Copies = []
@@ -156,10 +165,17 @@ class ShmBoxes:
                         return None
                 words[head + 1 + place] = begun[id(some)]
             words[head] = _PACKS * bool(copies) | _PASSES_ON * box_round.passes_on
+            if at and words[head]:
+                flags |= ROUNDS_MEET
             packs.append(ArrayCopies(copies, convert))
         table = np.array(words, np.int64)
         ref = self._segments.locate(boxes.table.ctypes.data, table.nbytes)
-        return None if ref is None else _BoxTable(table, Places.of([ref]), packs)
+        if ref is None:
+            return None
+        me = {self._rank}
+        givers = {peer for box_round in rounds for take in box_round.takes for peer in take.peers} - me
+        takers = {rank for box_round in rounds for rank, some in box_round.gives.items() if some} - me
+        return _BoxTable(table, flags, Places.of([ref]), packs, frozenset(givers), frozenset(takers))
 
     def _write(self, gives: Sequence[Give], words: list[int], copies: _Copies) -> bool:
         # Adds the positions of boxes, and the copies to make; False if others can't read one of them.
@@ -185,24 +201,23 @@ class ShmBoxes:
 
     # ------------------------------------------------------------------------------------------- received boxes
 
-    def _read(self, launch: Launch, boxes: BoxExchange, tables: list[bytes]) -> _BoxSchedule:
+    def _read(self, launch: Launch, boxes: BoxExchange, tables: dict[int, bytes]) -> _BoxSchedule:
         schedule = self._schedules.get(boxes)
         if schedule is None or schedule.tables != tables:
-            words = {rank: np.frombuffer(table, np.int64) for rank, table in zip(launch.ranks, tables, strict=True)}
+            words = {rank: np.frombuffer(table, np.int64) for rank, table in tables.items()}
             rounds = [self._moves(launch, box_round, at, words) for at, box_round in enumerate(boxes.rounds)]
             heads = [at * (1 + len(launch.ranks)) for at in range(len(boxes.rounds))]
-            flags = [int(np.bitwise_or.reduce([table[head] for table in words.values()])) for head in heads]
+            flags = [reduce(or_, [int(table[head]) for table in words.values()], 0) for head in heads]
             schedule = self._schedules[boxes] = _BoxSchedule(tables, rounds, flags)
         return schedule
 
     def _moves(self, launch: Launch, box_round: BoxRound, at: int, words: dict[int, Array]) -> _Moves:
         head = at * (1 + len(launch.ranks)) + 1 + launch.ranks.index(self._rank)
         sources = {
-            rank: iter([give.box for give in box_round.gives.get(rank, ())])
-            if rank == self._rank
-            else self._sources(rank, table, int(table[head]), _taken_from(rank, box_round))
+            rank: self._sources(rank, table, int(table[head]), _taken_from(rank, box_round))
             for rank, table in words.items()
         }
+        sources[self._rank] = iter([give.box for give in box_round.gives.get(self._rank, ())])
         copies: _Copies = []
         sums: list[tuple[Array, list[Array]]] = []
         for take in box_round.takes:
@@ -224,6 +239,15 @@ class ShmBoxes:
                 yield np.ndarray(target.shape, dtype, memory, offset, strides)
             except ValueError as exc:
                 raise InternalError(detail=f"rank {rank} names memory beyond the end of its segment: {exc}") from exc
+
+
+def _tables(launch: Launch, offer: _BoxTable, listings: Sequence[Listing]) -> dict[int, bytes]:
+    of_all = any(listing.flags & ROUNDS_MEET for listing in listings)
+    return {
+        rank: bytes(listing.arrays[0])
+        for rank, listing in zip(launch.ranks, listings, strict=True)
+        if of_all or rank in offer.givers
+    }
 
 
 def _taken_from(rank: int, box_round: BoxRound) -> list[tuple[Array, Any]]:

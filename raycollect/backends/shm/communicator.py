@@ -106,6 +106,8 @@ class ShmCommunicator:
             if expected is None or not parts.staged.stage_again(launch, kernel):
                 self._stage(parts, launch, kernel)
             self._staged = launch.seq
+        else:
+            self._staged = 0  # it may be a further agreement: only some ranks staged a kernel before
         parts.staged.turn = 0
         return parts.meeting.agree(launch, arrival, until_s, expected)
 

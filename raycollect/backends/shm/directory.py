@@ -26,8 +26,8 @@ from raycollect.core.protocols import SegmentSource
 from raycollect.errors import InternalError
 
 # Flags: the first chunk is in the rank's slot; others can read all its sources; they can write all its targets; it
-# lists its segment for the first time
-STAGED, GIVES, TAKES, _NEW = 1, 2, 4, 8
+# lists its segment for the first time; it makes all ranks meet between rounds of boxes
+STAGED, GIVES, TAKES, _NEW, ROUNDS_MEET = 1, 2, 4, 8, 16
 
 CAPACITY = 511  # How many arrays a listing has room for, at least
 _FLAGS_BITS = 8  # of the word; the other bits are the length of the listing
@@ -57,7 +57,7 @@ def directory_nbytes(world_size: int) -> int:
 class Listing:
     """One rank's listing of its arrays in one kernel; equal listings are one object."""
 
-    flags: int  # some of STAGED, GIVES and TAKES
+    flags: int  # some of STAGED, GIVES, TAKES and ROUNDS_MEET
     arrays: tuple[Array, ...] = ()  # their bytes, mapped here: sources if GIVES, then targets if TAKES
 
 

@@ -216,7 +216,8 @@ class StagedKernels:
         ranks, size = launch.ranks, src.size
         nbytes = size * src.dtype.itemsize
         is_small = nbytes < DIRECT_FROM_NBYTES and nbytes <= CHUNK_NBYTES
-        if not (src.direct and dst.direct and is_small) or _is_sliced(len(ranks), src.dtype, size):
+        # An empty kernel takes no slots, on any rank.
+        if not (size and src.direct and dst.direct and is_small) or _is_sliced(len(ranks), src.dtype, size):
             return False
         kernel.form["once"] = _Once(ranks, reduce_op(kernel), src.dtype, size)
         return self.fold_again(launch, kernel)

@@ -315,6 +315,35 @@ def test_several_agreements_and_kernels_in_one_launch(team_of: TeamOf, size: int
                 np.testing.assert_array_equal(array, expected)
 
 
+def body_without_root(communicator: Communicator, launch: Launch, kind: OpKind) -> None:
+    """All but rank 0 pass their kernel before a further agreement; then rank 0 leaves."""
+    ranks, is_root = launch.ranks, communicator.rank == 0
+    array = np.ones(10)
+    kernel = sum_of(array)
+    if kind is OpKind.SCATTER:
+        kernel = Kernel(kind=kind, src=tuple(array for _ in ranks) if is_root else None, dst=array, peer=0, most=10)
+    try:
+        communicator.agree(launch, b"first", None if is_root else kernel)
+        communicator.agree(launch, b"second")
+        if not is_root:
+            communicator.launch(launch, (kernel,))
+    finally:
+        communicator.end(launch, False)
+
+
+@pytest.mark.parametrize("kind", [OpKind.ALLREDUCE, OpKind.SCATTER])
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_a_kernel_that_some_ranks_passed_before_a_further_agreement_needs_the_others(
+    backend: str, kind: OpKind
+) -> None:
+    team = ThreadTeam(backend, 3)
+    left, *others = team.run(body_without_root, team.launch(), kind)
+    assert left is None
+    assert [type(error) for error in others] == [PlanAbortedError, PlanAbortedError]
+    check_allreduce(team, ReduceOp.SUM, "int64", 1000, "plain", True)
+    team.close()
+
+
 def body_at_once(communicator: Communicator, launch: Launch, size: int, count: int) -> list[np.ndarray]:
     """Several kernels of one kind in one call of `launch`."""
     arrays = [operand(communicator.rank, "int32", size + at, at).copy() for at in range(count)]

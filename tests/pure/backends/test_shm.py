@@ -8,12 +8,13 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from raycollect.backends.shm import communicator as shm
 from raycollect.backends.shm import segment
-from raycollect.core.model import GroupSpec, ReduceOp
-from raycollect.core.protocols import Joining
+from raycollect.core.model import GroupSpec, Launch, ReduceOp
+from raycollect.core.protocols import Communicator, Joining
 from raycollect.errors import BackendUnavailableError
 from tests.pure.communicators import (
     MemoryExchange,
@@ -21,7 +22,7 @@ from tests.pure.communicators import (
     MemoryStar,
     ThreadTeam,
 )
-from tests.pure.conformance import check_allreduce
+from tests.pure.conformance import check_allreduce, sum_of
 from tests.support.values import replace
 
 NO_EXCHANGE = MemoryExchange(MemoryStar(), 0)
@@ -44,6 +45,27 @@ def test_a_closed_communicator_gives_its_memory_back() -> None:
     gc.collect()
     assert mapped() == before
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+
+
+def body_after_nothing(communicator: Communicator, launch: Launch) -> float:
+    """An empty kernel that was staged, whose elements only one rank can fold in place; then another kernel."""
+    nothing, array = np.zeros(0, [">f4", "<f4"][communicator.rank]), np.full(8, 1.0 + communicator.rank)
+    kernels, ok = [sum_of(nothing), sum_of(array)], False
+    try:
+        communicator.agree(launch, b"", kernels[0])
+        for kernel in kernels:
+            communicator.launch(launch, (kernel,))
+        ok = True
+    finally:
+        communicator.end(launch, ok)
+    return float(array[0])
+
+
+def test_after_an_empty_kernel_all_ranks_use_the_same_slots() -> None:
+    team = ThreadTeam("shm", 2)
+    for _ in range(2):
+        assert team.must(body_after_nothing, team.launch()) == [3.0, 3.0]
+    team.close()
 
 
 class Misleading(MemoryRendezvous):
