@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,9 +59,19 @@ def _states(pid: int) -> set[str]:
 
 
 def is_in(function: Callable[..., object], thread: int) -> bool:
-    """Whether a thread, by its identifier, is in a function now."""
-    stack = traceback.walk_stack(sys._current_frames().get(thread))
-    return any(frame.f_code is function.__code__ for frame, _ in stack)
+    """Whether a thread, by its identifier, is in a function now.
+
+    ``frame.f_back`` of a running thread may crash CPython 3.11 (python/cpython#99110); `faulthandler` walks all frames
+    at once.
+    """
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        stacks = file.read().split("\n\n")
+    code = function.__code__
+    begin, end = f'  File "{code.co_filename}", line ', f" in {code.co_name}"
+    here = next((stack for stack in stacks if f"hread 0x{thread:016x} " in stack), "")
+    return any(line.startswith(begin) and line.endswith(end) for line in here.splitlines())
 
 
 def interrupt_in(*functions: Callable[..., object]) -> threading.Thread:
