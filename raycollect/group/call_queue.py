@@ -67,15 +67,20 @@ def _name(thread: int) -> str:
 
 
 class CallQueue:
-    """Runs queued calls one by one in a thread, which the first call starts; `pending` counts calls not yet ended.
+    """Runs queued calls one by one in a thread, which the first call starts.
 
     Args:
         name: The communicator, for the name of the thread.
         broken: Returns the error of a broken communicator; None if its ranks can communicate.
+
+    Attributes:
+        pending: The number of calls that have not ended.
+        is_busy: Whether a call has not ended, or the thread still refers to its tensors.
     """
 
     def __init__(self, name: str, broken: Callable[[], RaycollectError | None]) -> None:
         self.pending: int = 0
+        self.is_busy: bool = False
         self._name = name
         self._broken = broken
         self._changed = threading.Condition()
@@ -96,6 +101,7 @@ class CallQueue:
                 self._worker = threads.start(f"raycollect-call-{self._name}", threads.repeat, self._take)
             self._queue.append((future, run, ended))
             self.pending += 1
+            self.is_busy = True
             self._changed.notify_all()
         return future
 
@@ -109,14 +115,22 @@ class CallQueue:
         """Waits for the queued calls; False if some are left. Returns at once in the queue's own thread."""
         with self._changed:
             limit_s = 0.0 if threading.current_thread() is self._worker else timeout_s
-            return self._changed.wait_for(lambda: not self.pending, limit_s)
+            self._changed.wait_for(lambda: not self.is_busy, limit_s)
+            return not self.pending
 
     def _take(self) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closed)
             if not self._queue:
                 return False
-            future, run, ended = self._queue.popleft()
+        self._make_first()
+        with self._changed:
+            self.is_busy = self.pending > 0
+            self._changed.notify_all()
+        return True
+
+    def _make_first(self) -> None:
+        future, run, ended = self._queue.popleft()
         tell: Callable[[], None]
         try:
             tell = partial(future.set_result, run())
@@ -127,6 +141,4 @@ class CallQueue:
         ended()  # before the next call of a thread that drains
         with self._changed:
             self.pending -= 1
-            self._changed.notify_all()
         tell()  # last: its waiter may make the next call, in any thread
-        return True

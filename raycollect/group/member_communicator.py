@@ -93,7 +93,7 @@ class MemberCommunicator(GroupCommunicator):
         with self._watch(self, op):
             thread = self._enter(op)
             try:
-                if self._queue.pending:
+                if self._queue.is_busy:
                     self._queue.drain()  # here, so that a signal can end this wait, and the call never begins
                 return self._run(op, attempt, timeout_s, object_to)
             finally:
