@@ -19,7 +19,7 @@ from raycollect.driver.progress import Bar, around_s
 from raycollect.errors import CollectiveTimeoutError, RankReport
 from raycollect.errors.text import listed
 from raycollect.group.watchdog import QUIET_S, report_of
-from raycollect.observe.run_steps import BEGINS, BEHIND_METHODS, FOR_AN_OPERAND, IN_CHECK
+from raycollect.observe.run_steps import BEGINS, BEHIND_METHODS, ENDS, FOR_AN_OPERAND, IN_CHECK
 
 _log = logging.getLogger("raycollect")
 
@@ -218,7 +218,7 @@ def _absent(reports: Sequence[RankReport]) -> tuple[RankReport, ...]:
     def is_here(report: RankReport) -> bool:
         if not report.answers or not report.has_begun or not report.step or report.step.endswith(_NOT_READY):
             return False
-        return report.step.endswith(IN_CHECK) or not some_wait
+        return report.step.endswith((IN_CHECK, ENDS)) or not some_wait
 
     return tuple([report for report in reports if not is_here(report)])
 

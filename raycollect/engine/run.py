@@ -116,7 +116,7 @@ class Run(Launches):
             failed = type(exc).__name__
             raise
         finally:
-            slot.at = ""  # otherwise the slot would keep this object alive
+            slot.at = run_steps.ENDS  # not the function of this object, which the slot would keep alive
             try:
                 ended = self._end(is_ok=not failed)
             finally:

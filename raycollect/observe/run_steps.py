@@ -17,6 +17,8 @@ BEGINS = "begins"
 BEHIND_METHODS = "waits for the methods before it"
 FOR_AN_OPERAND = "waits for an operand's method"
 IN_CHECK = "in the consistency check"
+# The step after the kernels, or after a failure
+ENDS = "ends"
 
 MOST_CALLS = 6
 """How many calls of a bundle are listed."""

@@ -144,7 +144,7 @@ class Source:
         if self._failed[0] == attempt:
             raise self._wrong(version, self._failed[1])
         live = self._side.live()
-        filling = self.begin(version, cut, attempt)
+        filling = self._begin(version, cut, attempt)
         left = [atom for atom in self._places if atom not in filling.slot.sealed]
         self._copy(filling, left, live, max(until_s - time.monotonic(), 0.0))
         self._filling = None
@@ -171,7 +171,7 @@ class Source:
             VersionNotPutError: As `seal`; or the part is invalid, or was sealed before.
             TensorDirtyError: As `seal`.
         """
-        filling = self.begin(version, cut, attempt)
+        filling = self._begin(version, cut, attempt)
         names = [part] if isinstance(part, str) else part
         if not isinstance(names, (list, tuple, Mapping)) or not names:
             raise self._wrong(version, f"{type(part).__name__} is no part: a name, names, or a dict of tensors by name")
@@ -204,8 +204,11 @@ class Source:
         self._spare.clear()
         self._filling = None
 
-    def begin(self, version: Version, cut: VersionCut | None, attempt: bytes) -> _Filling:
-        """Returns the copy in which a version is sealed, and drops versions but the one before; see `seal`."""
+    def begin(self, version: Version, cut: VersionCut | None, attempt: bytes) -> None:
+        """Begins a version whose parts may be none, and drops versions but the one before; see `seal`."""
+        self._begin(version, cut, attempt)
+
+    def _begin(self, version: Version, cut: VersionCut | None, attempt: bytes) -> _Filling:
         if self._filling is not None and self._filling.attempt == attempt:
             return self._filling
         if cut is None:

@@ -61,7 +61,7 @@ def test_timeout_reports_the_activity_of_the_late_rank(actors, gate, held, backe
     col.allreduce_refs(refs)
     blocked = held(workers[1])
     with pytest.raises(errors.CollectiveTimeoutError) as caught:
-        col.allreduce_refs(refs, timeout_s=3)
+        col.allreduce_refs(refs, timeout_s=6)
     error = caught.value
     assert error.missing == (1,)
     (report,) = error.reports
