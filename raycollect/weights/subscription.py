@@ -119,9 +119,8 @@ class Subscription(WeightSide):
         )
         self._version = protocol.shown_by_all(self._ranks.shown)
         self._turns = Turns(name, is_own=isinstance(ranks, OwnRank))
-        self._places: dict[
-            tuple[bytes, int, bool], tuple[VersionCut, Atoms]
-        ] = {}  # where holders have the atoms of a cut
+        # By signature, rank, and whether the holder is the publisher: where it has the atoms of a cut
+        self._places: dict[tuple[bytes, int, bool], tuple[VersionCut, Atoms]] = {}
         self._opened()
 
     def version(self) -> Version | None:
